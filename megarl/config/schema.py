@@ -1,0 +1,405 @@
+"""What a run is: frozen dataclasses. A field's docstring is its documentation.
+
+Names and defaults follow AReaL's where a user would look for them. Rules over one section
+live in that section's `__post_init__`; rules over two live in the class that owns both.
+Rules that need a file (the model's `config.json`) are in `megarl.config.checks`.
+Nothing here imports torch, so a launcher or a laptop can check a run for any cluster.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from megarl.errors import ConfigError
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+def _at_least(section: Any, minimum: float, *names: str) -> None:
+    for name in names:
+        value = getattr(section, name)
+        _require(value is None or value >= minimum, f"{name}: must be >= {minimum}, got {value}")
+
+
+def _above_zero(section: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(section, name)
+        _require(value is None or value > 0, f"{name}: must be > 0, got {value}")
+
+
+# ---------------------------------------------------------------- parallelism and placement
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """How the trainer's ranks are laid out. Data parallelism is what is left of the world."""
+
+    tp: int = 1
+    """Tensor-parallel ranks a layer is split over; sequence parallelism follows it."""
+    pp: int = 1
+    """Pipeline stages."""
+    vpp: int | None = None
+    """Virtual stages (model chunks) a pipeline rank holds; None is one."""
+    cp: int = 1
+    """Ranks a sequence is split over."""
+    ep: int = 1
+    """Ranks the experts are split over."""
+    etp: int | None = None
+    """Tensor-parallel ranks inside an expert; None is `tp`."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "tp", "pp", "vpp", "cp", "ep", "etp")
+        _require(
+            self.vpp is None or self.vpp == 1 or self.pp > 1,
+            f"vpp: {self.vpp} virtual stages need pp > 1, got pp {self.pp}",
+        )
+
+    @property
+    def model_size(self) -> int:
+        """Ranks that hold one dense replica of the model."""
+        return self.tp * self.pp * self.cp
+
+    def dp(self, world_size: int) -> int:
+        """Data-parallel replicas in `world_size` ranks. ConfigError if it does not divide."""
+        _require(
+            world_size % self.model_size == 0,
+            f"world of {world_size} ranks is not a multiple of tp {self.tp} * pp {self.pp} "
+            f"* cp {self.cp} = {self.model_size}",
+        )
+        expert_size = self.ep * (self.etp or self.tp) * self.pp
+        _require(
+            self.ep == 1 or world_size % expert_size == 0,
+            f"world of {world_size} ranks is not a multiple of ep {self.ep} * etp "
+            f"{self.etp or self.tp} * pp {self.pp} = {expert_size}",
+        )
+        return world_size // self.model_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutParallelConfig:
+    """How the inference servers are laid out: `dp` servers of `tp * pp` workers each."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "dp", "tp", "pp")
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.tp * self.pp
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterConfig:
+    fileroot: str = "runs"
+    """Folder of all runs; a run writes under `fileroot/experiment_name/trial_name`."""
+    n_nodes: int = 1
+    n_gpus_per_node: int = 8
+    """On a machine without GPUs: how many processes of ours it may hold."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "n_nodes", "n_gpus_per_node")
+
+
+# ---------------------------------------------------------------- generation and rollout
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationHyperparameters:
+    n_samples: int = 1
+    """Responses to one prompt; they form a group."""
+    max_new_tokens: int = 16384
+    min_new_tokens: int = 0
+    max_tokens: int = 32768
+    """Prompt and response together."""
+    greedy: bool = False
+    top_p: float = 1.0
+    top_k: int = 100_000_000
+    temperature: float = 1.0
+    stop_token_ids: list[int] = field(default_factory=list)
+    stop: list[str] | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    """Sampling seed; sample i of a group uses seed + i. None is a fresh one each request."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "n_samples", "max_new_tokens", "max_tokens", "top_k")
+        _at_least(self, 0, "min_new_tokens", "temperature")
+        _require(0 < self.top_p <= 1, f"top_p: must be in (0, 1], got {self.top_p}")
+        _require(
+            self.min_new_tokens <= self.max_new_tokens,
+            f"min_new_tokens: {self.min_new_tokens} is more than max_new_tokens "
+            f"{self.max_new_tokens}",
+        )
+
+    def new(self, **changes: Any) -> "GenerationHyperparameters":
+        """A copy with `changes`."""
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardConfig:
+    fn: str = "megarl.data.reasoning_gym:final_number_reward"
+    """`package.module:function`, called as fn(prompt, completion, prompt_ids,
+    completion_ids, **row) -> float."""
+    timeout_s: float = 15.0
+    """One call. The process of a call that is late is killed."""
+    max_attempts: int = 3
+    num_workers: int = 2
+    on_failure: Literal["zero", "reject"] = "zero"
+    """What a call that failed `max_attempts` times is worth: reward 0, or no episode."""
+
+    def __post_init__(self) -> None:
+        _require(":" in self.fn, f"fn: expected package.module:function, got {self.fn!r}")
+        _above_zero(self, "timeout_s", "max_attempts", "num_workers")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InferenceEngineConfig:
+    """The rollout pool and its servers."""
+
+    backend: Literal["vllm", "sglang"] = "vllm"
+    parallel: RolloutParallelConfig = field(default_factory=RolloutParallelConfig)
+    workflow: str = "megarl.rollout.workflows.rlvr:RLVRWorkflow"
+    """`package.module:Class` of a RolloutWorkflow."""
+    max_concurrent_rollouts: int | None = None
+    """Episodes in flight; None is `consumer_batch_size`."""
+    consumer_batch_size: int | None = None
+    """Prompts a training step consumes; None is `train_dataset.batch_size`."""
+    max_head_offpolicyness: int = 0
+    """Versions a finished episode may lag behind the step that trains on it; 0 is synchronous."""
+    queue_size: int | None = None
+    """Prompts waiting for admission; None is 16 * max_concurrent_rollouts."""
+    setup_timeout_s: float = 600.0
+    """From the start of a server to its first healthy answer."""
+    request_timeout_s: float = 3600.0
+    request_retries: int = 3
+    dump_to_file: bool = False
+    """Write finished trajectories to `RUN/rollout/VERSION/TASK.jsonl`."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "max_concurrent_rollouts", "consumer_batch_size", "queue_size")
+        _at_least(self, 0, "max_head_offpolicyness", "request_retries")
+        _above_zero(self, "setup_timeout_s", "request_timeout_s")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VLLMConfig:
+    """Options of each vLLM server. `extra_args` reaches `vllm serve` as it stands."""
+
+    dtype: str = "bfloat16"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    gpu_memory_utilization: float = 0.9
+    enforce_eager: bool = False
+    seed: int = 0
+    cpu_kvcache_gib: int = 1
+    """KV cache on a machine without GPUs."""
+    extra_args: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        _above_zero(self, "max_model_len", "max_num_seqs", "cpu_kvcache_gib")
+        _require(
+            0 < self.gpu_memory_utilization <= 1,
+            f"gpu_memory_utilization: must be in (0, 1], got {self.gpu_memory_utilization}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightUpdateConfig:
+    mode: Literal["broadcast", "disk"] = "broadcast"
+    """broadcast: trainer to every server worker over a process group (NCCL, or gloo on a
+    CPU). disk: safetensors that the servers reload."""
+    pause: Literal["keep", "abort"] = "keep"
+    """What a request in flight does: keep waits and recomputes its KV cache with the new
+    weights; abort returns the tokens so far and the client asks for the rest."""
+    bucket_bytes: int = 1 << 28
+    """Most bytes of one message; two buckets are in memory at once."""
+    timeout_s: float = 600.0
+    """One bucket, or one control request."""
+
+    def __post_init__(self) -> None:
+        _above_zero(self, "bucket_bytes", "timeout_s")
+
+
+# ---------------------------------------------------------------- training
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatchSpec:
+    n_mbs: int = 1
+    """At least this many micro-batches on each data-parallel rank."""
+    max_tokens_per_mb: int | None = None
+    """Packed tokens of one micro-batch; None is no bound."""
+    n_mbs_divisor: int = 1
+    packing: Literal["ffd", "kk"] = "ffd"
+    """ffd: first-fit decreasing, fewest bins. kk: Karmarkar-Karp, most even bins."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "n_mbs", "max_tokens_per_mb", "n_mbs_divisor")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    type: Literal["adam", "sgd"] = "adam"
+    lr: float = 1e-3
+    weight_decay: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    min_lr_ratio: float = 0.0
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps_proportion: float = 0.001
+    """Share of all steps over which the learning rate rises from 0."""
+    gradient_clipping: float = 1.0
+
+    def __post_init__(self) -> None:
+        _at_least(self, 0, "lr", "weight_decay", "min_lr_ratio", "gradient_clipping")
+        _require(
+            0 <= self.warmup_steps_proportion <= 1,
+            f"warmup_steps_proportion: must be in [0, 1], got {self.warmup_steps_proportion}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecomputeConfig:
+    """Activations to compute again in the backward pass."""
+
+    granularity: Literal["none", "selective", "full"] = "none"
+    method: Literal["uniform", "block"] = "uniform"
+    num_layers: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainEngineConfig:
+    """A Megatron-Core model on the trainer's ranks."""
+
+    path: str
+    """Folder of the model in HF format."""
+    init_from_scratch: bool = False
+    """Random weights from the run's seed; only config and tokenizer are read from `path`."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
+    optimizer: OptimizerConfig | None = None
+    """None is a frozen model."""
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    use_distributed_optimizer: bool = True
+    overlap_grad_reduce: bool = False
+    temperature: float = 1.0
+    """Logits are divided by it before the softmax; must equal the sampling temperature."""
+
+    def __post_init__(self) -> None:
+        _above_zero(self, "temperature")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActorConfig(TrainEngineConfig):
+    """The model that learns, and the size of the trainer."""
+
+    world_size: int | None = None
+    """Trainer ranks; None is what `cluster` has left beside the servers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NormConfig:
+    """x <- (x - mean) / (std + eps) over a group of samples or the whole batch."""
+
+    mean_level: Literal["batch", "group", "none"] = "batch"
+    mean_leave1out: bool = False
+    std_level: Literal["batch", "group", "none"] = "batch"
+    std_unbiased: bool = True
+    eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        _above_zero(self, "eps")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RejectionSamplingConfig:
+    """Bounds on the behaviour weight exp(proximal - behaviour) of a decoupled loss."""
+
+    level: Literal["token", "sequence"] = "token"
+    action: Literal["mask", "clamp"] = "mask"
+    metric: Literal["ratio", "k1", "k2", "k3"] = "ratio"
+    agg: Literal["mean", "sum", "max"] = "mean"
+    """How the metric of a sequence is made of its tokens'."""
+    upper: float = 5.0
+    lower: float | None = None
+
+    def __post_init__(self) -> None:
+        _require(
+            self.metric != "ratio" or self.upper > 1,
+            f"upper: a ratio's bound must be > 1, got {self.upper}",
+        )
+        _require(
+            self.lower is None or self.lower < self.upper,
+            f"lower: {self.lower} is not below upper {self.upper}",
+        )
+        _require(
+            self.action == "mask" or self.metric == "ratio",
+            f"action: clamp bounds the ratio itself, not metric {self.metric!r}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PPOActorConfig(ActorConfig):
+    """Policy optimisation: GRPO and PPO-clip with the decoupled objective."""
+
+    ppo_n_minibatches: int = 1
+    """Optimizer steps a batch is cut into."""
+    eps_clip: float = 0.2
+    eps_clip_higher: float | None = None
+    """Upper clip 1 + eps_clip_higher (DAPO); None is eps_clip."""
+    c_clip: float | None = None
+    """Dual clip: bound on the loss of a negative advantage, > 1; None is off."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """sequence is GSPO: one length-normalised ratio a response."""
+    reward_norm: NormConfig | None = None
+    reward_scaling: float = 1.0
+    reward_bias: float = 0.0
+    reward_clip: float = 20.0
+    overlong_reward_penalty: bool = False
+    overlong_tokens: int | None = None
+    overlong_penalty_factor: float | None = None
+    mask_no_eos_with_zero: bool = False
+    """A response cut by the length limit gets no outcome reward."""
+    discount: float = 1.0
+    gae_lambda: float = 1.0
+    adv_norm: NormConfig | None = None
+    kl_ctl: float = 0.0
+    """Weight of the KL to the reference in the reward; needs `ref`."""
+    kl_loss_coef: float = 0.0
+    """Weight of the KL to the reference in the loss; needs `ref`."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    recompute_logprob: bool = False
+    """Without a decoupled loss: replace the servers' logprobs by the trainer's own."""
+    use_decoupled_loss: bool = True
+    """Clip around the proximal policy (the trainer's weights before the step) and weigh
+    each token by proximal / behaviour (arXiv:2505.24298)."""
+    rejection_sampling: RejectionSamplingConfig | None = field(
+        default_factory=RejectionSamplingConfig
+    )
+    """Bounds on the behaviour weight; None applies the weight unbounded."""
+
+    def __post_init__(self) -> None:
+        TrainEngineConfig.__post_init__(self)
+        _at_least(self, 1, "ppo_n_minibatches")
+        _at_least(self, 0, "eps_clip_higher", "kl_ctl", "kl_loss_coef")
+        _above_zero(self, "reward_clip", "overlong_tokens")
+        for name in ("discount", "gae_lambda"):
+            value = getattr(self, name)
+            _require(0 <= value <= 1, f"{name}: must be in [0, 1], got {value}")
+        _require(0 <= self.eps_clip < 1, f"eps_clip: must be in [0, 1), got {self.eps_clip}")
+        _require(self.c_clip is None or self.c_clip > 1, f"c_clip: must be > 1, got {self.c_clip}")
+        _require(
+            not self.overlong_reward_penalty
+            or (self.overlong_tokens is not None and self.overlong_penalty_factor is not None),
+            "overlong_reward_penalty: needs overlong_tokens and overlong_penalty_factor",
+        )

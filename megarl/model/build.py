@@ -1,0 +1,213 @@
+"""Our config and an HF config.json -> Megatron TransformerConfig -> GPTModel. Only here."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from megarl.config.schema import RecomputeConfig
+from megarl.errors import ConfigError
+from megarl.model.attention import PackedAttention
+from megarl.model.families import Family, family_of
+from megarl.model.layout import Sizes
+from megarl.parallel import Mesh
+
+try:
+    from megatron.core.extensions.transformer_engine import TENorm
+except ImportError:
+    TENorm = None
+
+
+def read_hf_config(folder: str | Path) -> dict[str, Any]:
+    """config.json of an HF folder. ConfigError if there is none."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"actor.path: {path} does not exist")
+    config: dict[str, Any] = json.loads(path.read_text())
+    return config
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSpec:
+    """What the rest of the trainer needs to know of a model."""
+
+    hf_config: dict[str, Any]
+    family: Family
+    transformer: TransformerConfig
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.hf_config["vocab_size"])
+
+    @property
+    def tied_embeddings(self) -> bool:
+        return bool(self.hf_config.get("tie_word_embeddings", False))
+
+    @property
+    def sizes(self) -> Sizes:
+        t = self.transformer
+        return Sizes(t.num_attention_heads, t.num_query_groups, t.kv_channels)
+
+
+def model_spec(
+    hf_config: dict[str, Any],
+    mesh: Mesh,
+    *,
+    dtype: torch.dtype,
+    recompute: RecomputeConfig,
+    init_std: float | None = None,
+) -> ModelSpec:
+    """Translate a config.json for this mesh.
+
+    Raises:
+      ConfigError: the model uses something the trainer lacks.
+    """
+    c, family, parallel = hf_config, family_of(hf_config), mesh.parallel
+    heads = c["num_attention_heads"]
+    transformer = TransformerConfig(
+        num_layers=c["num_hidden_layers"],
+        hidden_size=c["hidden_size"],
+        num_attention_heads=heads,
+        num_query_groups=c.get("num_key_value_heads", heads),
+        kv_channels=c.get("head_dim") or c["hidden_size"] // heads,
+        ffn_hidden_size=c["intermediate_size"],
+        normalization="RMSNorm",
+        layernorm_epsilon=c["rms_norm_eps"],
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=family.qkv_bias,
+        qk_layernorm=family.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=init_std or c.get("initializer_range", 0.02),
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=mesh.device.type == "cpu",
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=TENorm is not None,
+        tensor_model_parallel_size=parallel.tp,
+        sequence_parallel=parallel.tp > 1,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.etp,
+        # Packed micro-batches differ in length, so stages tell each other the shape.
+        variable_seq_lengths=parallel.pp > 1,
+        # Losses are divided by the step's global token count before the backward pass, so
+        # gradients are summed over ranks and micro-batches, never averaged.
+        calculate_per_token_loss=True,
+        **_recompute_options(recompute),
+    )
+    return ModelSpec(hf_config=c, family=family, transformer=transformer)
+
+
+def _recompute_options(recompute: RecomputeConfig) -> dict[str, Any]:
+    if recompute.granularity == "none":
+        return {}
+    if recompute.granularity == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": recompute.method,
+        "recompute_num_layers": recompute.num_layers,
+    }
+
+
+def _rope_options(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """GPTModel's rotary arguments. transformers 5 nests them in rope_parameters."""
+    rope = hf_config.get("rope_parameters") or {
+        "rope_theta": hf_config.get("rope_theta", 10000.0),
+        **(hf_config.get("rope_scaling") or {}),
+    }
+    options: dict[str, Any] = {
+        "position_embedding_type": "rope",
+        "rotary_base": rope.get("rope_theta", 10000.0),
+    }
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "llama3":
+        fixed = {
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+        for key, value in fixed.items():
+            if rope.get(key, value) != value:
+                raise ConfigError(f"rope_parameters.{key}: only {value} is supported for llama3")
+        options |= {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
+    elif kind != "default":
+        raise ConfigError(f"rope_parameters.rope_type: {kind!r} is not supported")
+    return options
+
+
+class SequenceParallelRMSNorm(nn.RMSNorm):
+    """RMSNorm whose gradient Megatron sums over tp ranks when they split the sequence.
+
+    Megatron's own WrappedTorchNorm refuses sequence parallelism.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any
+    ) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def _layer_spec(spec: ModelSpec) -> tuple[ModuleSpec, Callable[..., nn.Module]]:
+    """One layer, and the norm after the last one."""
+    if TENorm is not None:
+        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=spec.family.qk_norm)
+        return layer, TENorm
+    layer = get_gpt_layer_local_spec(qk_layernorm=spec.family.qk_norm, normalization="RMSNorm")
+    layer.submodules.input_layernorm = SequenceParallelRMSNorm
+    layer.submodules.pre_mlp_layernorm = SequenceParallelRMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if spec.family.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = SequenceParallelRMSNorm
+    return layer, SequenceParallelRMSNorm
+
+
+def build_model(spec: ModelSpec, mesh: Mesh) -> list[GPTModel]:
+    """This rank's model chunks (one, or vpp of them), randomly initialised, on its device."""
+    layer, final_norm = _layer_spec(spec)
+    parallel = mesh.parallel
+    num_chunks = parallel.vpp or 1
+    chunks = []
+    for chunk in range(num_chunks):
+        vp_stage = chunk if parallel.vpp else None
+        num_layers = get_num_layers_to_build(spec.transformer, vp_stage=vp_stage)
+        block = TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=final_norm)
+        model = GPTModel(
+            spec.transformer,
+            block,
+            # Padded to a multiple of tp; the padding takes no part in any softmax.
+            vocab_size=-(-spec.vocab_size // parallel.tp) * parallel.tp,
+            max_sequence_length=spec.hf_config["max_position_embeddings"],
+            pre_process=mesh.is_first_stage and chunk == 0,
+            post_process=mesh.is_last_stage and chunk == num_chunks - 1,
+            parallel_output=True,
+            share_embeddings_and_output_weights=spec.tied_embeddings,
+            vp_stage=vp_stage,
+            **_rope_options(spec.hf_config),
+        )
+        chunks.append(model.to(mesh.device))
+    return chunks

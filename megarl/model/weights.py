@@ -1,0 +1,193 @@
+"""HF checkpoints <-> the shards of a Megatron model, streamed tensor by tensor.
+
+Loading reads only the slices a rank holds. Exporting gathers one parameter at a time, so no
+rank ever holds more than its shard and one full tensor.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from safetensors import safe_open
+from torch import Tensor
+
+from megarl.errors import CheckpointError
+from megarl.model import families
+from megarl.model.build import ModelSpec
+from megarl.model.layout import Piece, Rule, fill, pieces
+from megarl.parallel import Mesh, rank_of
+
+
+class SafetensorsFolder:
+    """The tensors of an HF folder, readable by slice. Use as a context manager."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        index = self.folder / "model.safetensors.index.json"
+        single = self.folder / "model.safetensors"
+        self._stack = ExitStack()
+        self._open_files: dict[str, Any] = {}
+        if index.is_file():
+            self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        elif single.is_file():
+            self._file_of = dict.fromkeys(self._file(single.name).keys(), single.name)
+        else:
+            raise CheckpointError(f"{folder}: neither {index.name} nor {single.name} is there")
+
+    def __enter__(self) -> "SafetensorsFolder":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open_files:
+            path = self.folder / name
+            if not path.is_file():
+                raise CheckpointError(f"{self.folder}: the index names {name}, which is not there")
+            self._open_files[name] = self._stack.enter_context(safe_open(path, framework="pt"))
+        return self._open_files[name]
+
+    def names(self) -> set[str]:
+        return set(self._file_of)
+
+    def _slice(self, name: str) -> Any:
+        if name not in self._file_of:
+            raise CheckpointError(f"{self.folder}: tensor {name} is missing")
+        return self._file(self._file_of[name]).get_slice(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def read(self, piece: Piece) -> Tensor:
+        """The slice of the file that `piece` names, on the CPU."""
+        stop = piece.hf_start + piece.length
+        source = self._slice(piece.hf_name)
+        return source[piece.hf_start : stop] if piece.dim == 0 else source[:, piece.hf_start : stop]
+
+
+@dataclass(frozen=True)
+class _LocalParameter:
+    chunk: int
+    name: str
+    rule: Rule
+
+
+def _local_parameters(chunks: list[GPTModel], spec: ModelSpec) -> list[_LocalParameter]:
+    found = []
+    for i, chunk in enumerate(chunks):
+        vp_stage = i if len(chunks) > 1 else None
+        offset = get_transformer_layer_offset(spec.transformer, vp_stage=vp_stage)
+        for name, _ in chunk.named_parameters():
+            rule = families.rule_for(spec.family, name, offset)
+            if spec.tied_embeddings and rule.hf_names == (families.HEAD,):
+                # The last stage's copy of a tied embedding.
+                rule = Rule("vocab", (families.EMBEDDING,))
+            found.append(_LocalParameter(i, name, rule))
+    return found
+
+
+def _pieces_of(
+    rule: Rule, shapes: dict[str, tuple[int, ...]], spec: ModelSpec, tp: int, tp_rank: int
+) -> list[Piece]:
+    dim = 1 if rule.split == "columns" else 0
+    sizes = tuple(shapes[name][dim] for name in rule.hf_names)
+    return pieces(rule, sizes, spec.sizes, tp, tp_rank)
+
+
+def load_hf(chunks: list[GPTModel], spec: ModelSpec, mesh: Mesh, folder: str | Path) -> None:
+    """Fill this rank's parameters from an HF folder, casting to the model's dtype.
+
+    Raises:
+      CheckpointError: a tensor is missing or its shape is not what config.json says.
+    """
+    shapes = families.hf_shapes(spec.hf_config)
+    with SafetensorsFolder(folder) as source:
+        for parameter in _local_parameters(chunks, spec):
+            for name in parameter.rule.hf_names:
+                if source.shape(name) != shapes[name]:
+                    raise CheckpointError(
+                        f"{folder}: {name} is {source.shape(name)}, config.json says {shapes[name]}"
+                    )
+            parts = _pieces_of(
+                parameter.rule, shapes, spec, mesh.parallel.tp, mesh.place.tp
+            )
+            fill(chunks[parameter.chunk].get_parameter(parameter.name), parts, source.read)
+
+
+class HFExport:
+    """Full HF tensors of a sharded model, one at a time, on world rank 0.
+
+    Iterating is collective: every rank of data-parallel replica 0 must exhaust it. Rank 0
+    gets (hf_name, tensor) pairs, the others nothing. Ranks of other replicas hold copies
+    and take no part; for them the iteration is empty.
+    """
+
+    def __init__(self, chunks: list[GPTModel], spec: ModelSpec, mesh: Mesh) -> None:
+        self.chunks, self.spec, self.mesh = chunks, spec, mesh
+        self.shapes = families.hf_shapes(spec.hf_config)
+        mine = _local_parameters(chunks, spec)
+        if spec.tied_embeddings:
+            mine = [p for p in mine if p.name != "output_layer.weight"]
+        stages: list[list[_LocalParameter] | None] = [None] * mesh.parallel.pp
+        dist.all_gather_object(stages, mine, group=mesh.pp_group)
+        self.plan = [(stage, p) for stage, found in enumerate(stages) for p in found or []]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        place = self.mesh.place
+        if place.dp or place.cp:
+            return
+        for stage, parameter in self.plan:
+            if place.pp == stage:
+                tensors = self._gather(parameter)
+                if place.tp == 0 and self.mesh.rank != 0:
+                    for tensor in tensors.values():
+                        dist.send(tensor, dst=0)
+            elif self.mesh.rank == 0:
+                tensors = self._receive(stage, parameter)
+            else:
+                continue
+            if self.mesh.rank == 0:
+                yield from tensors.items()
+
+    @torch.no_grad()
+    def _gather(self, parameter: _LocalParameter) -> dict[str, Tensor]:
+        """Full tensors on tp rank 0, nothing on the others."""
+        local = self.chunks[parameter.chunk].get_parameter(parameter.name).detach()
+        rule, tp = parameter.rule, self.mesh.parallel.tp
+        if rule.split == "replicated":
+            return {rule.hf_names[0]: local} if self.mesh.place.tp == 0 else {}
+        is_root = self.mesh.place.tp == 0
+        shards = [torch.empty_like(local) for _ in range(tp)] if is_root else None
+        if tp > 1:
+            dist.gather(local.contiguous(), shards, group=self.mesh.tp_group, group_dst=0)
+        else:
+            shards = [local]
+        if shards is None:
+            return {}
+        full = {name: local.new_empty(self.shapes[name]) for name in rule.hf_names}
+        for tp_rank, shard in enumerate(shards):
+            for piece in _pieces_of(rule, self.shapes, self.spec, tp, tp_rank):
+                target = full[piece.hf_name].narrow(piece.dim, piece.hf_start, piece.length)
+                target.copy_(shard.narrow(piece.dim, piece.local_start, piece.length))
+        return full
+
+    def _receive(self, stage: int, parameter: _LocalParameter) -> dict[str, Tensor]:
+        mesh = self.mesh
+        head = type(mesh.place)(dp=0, pp=stage, cp=0, tp=0)
+        source = rank_of(head, mesh.world_size, mesh.parallel)
+        tensors = {}
+        for name in parameter.rule.hf_names:
+            tensor = torch.empty(
+                self.shapes[name], dtype=self.spec.transformer.params_dtype, device=mesh.device
+            )
+            dist.recv(tensor, src=source)
+            tensors[name] = tensor
+        return tensors

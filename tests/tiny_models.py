@@ -1,0 +1,47 @@
+"""Random HF models small enough for a test, one a family."""
+
+from pathlib import Path
+
+import torch
+import transformers as tr
+
+VOCAB, HIDDEN, LAYERS = 96, 32, 4
+
+_FAMILIES = {
+    "llama": (tr.LlamaConfig, tr.LlamaForCausalLM),
+    "qwen2": (tr.Qwen2Config, tr.Qwen2ForCausalLM),
+    "qwen3": (tr.Qwen3Config, tr.Qwen3ForCausalLM),
+}
+
+
+def tiny_hf(family: str, *, tied: bool, seed: int = 0, vocab: int = VOCAB) -> torch.nn.Module:
+    """A float32 model whose norms and biases are not their trivial initial values."""
+    config_class, model_class = _FAMILIES[family]
+    extra = {} if family == "qwen2" else {"head_dim": 16}
+    config = config_class(
+        vocab_size=vocab,
+        hidden_size=HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=tied,
+        max_position_embeddings=128,
+        initializer_range=0.1,
+        attn_implementation="eager",
+        **extra,
+    )
+    torch.manual_seed(seed)
+    model = model_class(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def save_tiny_hf(folder: Path, family: str, **options) -> torch.nn.Module:
+    model = tiny_hf(family, **options)
+    model.save_pretrained(folder)
+    return model
