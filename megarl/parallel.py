@@ -109,7 +109,9 @@ def initialize(parallel: ParallelConfig, *, seed: int, timeout_s: float = 1800.0
     cpu_group = dist.new_group(backend="gloo", timeout=timeout)
     replica_group = None
     for replica in range(dp):
-        members = [r for r in range(world_size) if coordinates(r, world_size, parallel).dp == replica]
+        members = [
+            r for r in range(world_size) if coordinates(r, world_size, parallel).dp == replica
+        ]
         group = dist.new_group(members, backend="gloo", timeout=timeout)
         if rank in members:
             replica_group = group
@@ -132,3 +134,8 @@ def initialize(parallel: ParallelConfig, *, seed: int, timeout_s: float = 1800.0
 def destroy() -> None:
     """Forget Megatron's groups, so that `initialize` can make others."""
     parallel_state.destroy_model_parallel()
+
+
+def data_parallel_group_with_cp() -> dist.ProcessGroup:
+    """The ranks that share a shard of the optimizer."""
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)

@@ -289,6 +289,8 @@ class TrainEngineConfig:
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
     optimizer: OptimizerConfig | None = None
     """None is a frozen model."""
+    sequence_parallel: bool = True
+    """With tp > 1, split norms and residuals over the tp ranks along the sequence."""
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     use_distributed_optimizer: bool = True
     overlap_grad_reduce: bool = False

@@ -80,7 +80,8 @@ class PackedAttention(nn.Module):
     ) -> Tensor:
         """query [T, N, D], key and value [T, N/groups, D] -> [T, N * D]."""
         assert packed_seq_params is not None, "every micro-batch is packed"
-        assert attention_mask is None and attention_bias is None
+        assert attention_mask is None
+        assert attention_bias is None
         if query.is_cuda:
             out = self._varlen(query, key, value, packed_seq_params)
         else:
@@ -103,7 +104,9 @@ class PackedAttention(nn.Module):
             enable_gqa=query.shape[1] != key.shape[1],
         )
 
-    def _grouped(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
+    def _grouped(
+        self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences
+    ) -> Tensor:
         outputs = []
         for index, valid in packed.length_groups:
             # [n, L, N, D] -> [n, N, L, D]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -27,11 +28,6 @@ from megarl.model.attention import PackedAttention
 from megarl.model.families import Family, family_of
 from megarl.model.layout import Sizes
 from megarl.parallel import Mesh
-
-try:
-    from megatron.core.extensions.transformer_engine import TENorm
-except ImportError:
-    TENorm = None
 
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:
@@ -71,7 +67,7 @@ def model_spec(
     *,
     dtype: torch.dtype,
     recompute: RecomputeConfig,
-    init_std: float | None = None,
+    sequence_parallel: bool = True,
 ) -> ModelSpec:
     """Translate a config.json for this mesh.
 
@@ -96,15 +92,15 @@ def model_spec(
         qk_layernorm=family.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        init_method_std=init_std or c.get("initializer_range", 0.02),
+        init_method_std=c.get("initializer_range", 0.02),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=mesh.device.type == "cpu",
         gradient_accumulation_fusion=False,
-        apply_rope_fusion=TENorm is not None,
+        apply_rope_fusion=HAVE_TE,
         tensor_model_parallel_size=parallel.tp,
-        sequence_parallel=parallel.tp > 1,
+        sequence_parallel=sequence_parallel and parallel.tp > 1,
         pipeline_model_parallel_size=parallel.pp,
         virtual_pipeline_model_parallel_size=parallel.vpp,
         context_parallel_size=parallel.cp,
@@ -112,6 +108,8 @@ def model_spec(
         expert_tensor_parallel_size=parallel.etp,
         # Packed micro-batches differ in length, so stages tell each other the shape.
         variable_seq_lengths=parallel.pp > 1,
+        # Read by dense models too: the default, allgather, refuses variable lengths.
+        moe_token_dispatcher_type="alltoall",
         # Losses are divided by the step's global token count before the backward pass, so
         # gradients are summed over ranks and micro-batches, never averaged.
         calculate_per_token_loss=True,
@@ -173,7 +171,7 @@ class SequenceParallelRMSNorm(nn.RMSNorm):
 
 def _layer_spec(spec: ModelSpec) -> tuple[ModuleSpec, Callable[..., nn.Module]]:
     """One layer, and the norm after the last one."""
-    if TENorm is not None:
+    if HAVE_TE:
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=spec.family.qk_norm)
         return layer, TENorm
     layer = get_gpt_layer_local_spec(qk_layernorm=spec.family.qk_norm, normalization="RMSNorm")

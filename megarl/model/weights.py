@@ -116,9 +116,7 @@ def load_hf(chunks: list[GPTModel], spec: ModelSpec, mesh: Mesh, folder: str | P
                     raise CheckpointError(
                         f"{folder}: {name} is {source.shape(name)}, config.json says {shapes[name]}"
                     )
-            parts = _pieces_of(
-                parameter.rule, shapes, spec, mesh.parallel.tp, mesh.place.tp
-            )
+            parts = _pieces_of(parameter.rule, shapes, spec, mesh.parallel.tp, mesh.place.tp)
             fill(chunks[parameter.chunk].get_parameter(parameter.name), parts, source.read)
 
 

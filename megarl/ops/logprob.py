@@ -140,9 +140,7 @@ def _shard_parts(x: Tensor, local_labels: Tensor, is_here: Tensor) -> Tensor:
     return torch.stack([top, exps.sum(dim=1), weighted, label_x], dim=1)
 
 
-def _combine(
-    parts: Tensor, tp_group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _combine(parts: Tensor, tp_group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
     """Shards' parts [T, 4] -> log Z, sum_v p_v x_v, label's x; each [T]."""
     num_shards = dist.get_world_size(tp_group) if tp_group is not None else 1
     if num_shards > 1:

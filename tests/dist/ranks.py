@@ -45,9 +45,7 @@ class RankGroup:
         context = multiprocessing.get_context("spawn")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(theirs, rank, self.world_size, port), daemon=True
-            )
+            process = context.Process(target=_serve, args=(theirs, rank, self.world_size, port))
             process.start()
             theirs.close()
             self._ranks.append((process, ours))

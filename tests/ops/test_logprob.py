@@ -1,4 +1,4 @@
-"""`ops/logprob.py` against log_softmax in float64. Shards over ranks: tests/dist/test_sharded_logprob.py."""
+"""`ops/logprob.py` against log_softmax in float64; over ranks: tests/dist."""
 
 import pytest
 import torch

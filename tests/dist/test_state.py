@@ -1,0 +1,75 @@
+"""Training states: saved at one layout, loaded at another, and training goes on the same."""
+
+import pytest
+from test_engine import make_batch, make_engine, nll, rows_of
+from tiny_models import save_tiny_hf
+
+from megarl import parallel as mesh_module
+from megarl.actor.state import latest_state, load_state, save_state
+from megarl.config.schema import ParallelConfig
+from megarl.errors import CheckpointError
+
+
+def step(engine, index):
+    batch = rows_of(make_batch(index), engine.mesh)
+    metrics = engine.train_batch(batch, nll, keys=("mask",), num_tokens=int(batch["mask"].sum()))
+    engine.step_lr_scheduler()
+    return metrics
+
+
+def save_after_two_steps(folder, parallel, root):
+    engine = make_engine(folder, parallel)
+    try:
+        for i in range(2):
+            step(engine, i)
+        save_state(engine, root, 2, {"cursor": 17})
+        return [step(engine, i) for i in (2, 3)]
+    finally:
+        mesh_module.destroy()
+
+
+def load_and_go_on(folder, parallel, root):
+    engine = make_engine(folder, parallel)
+    try:
+        counters = load_state(engine, latest_state(root))
+        return counters, engine.version, [step(engine, i) for i in (2, 3)]
+    finally:
+        mesh_module.destroy()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("state")
+    save_tiny_hf(folder, "qwen3", tied=True)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("at_save", "at_load"),
+    [
+        (ParallelConfig(tp=2), ParallelConfig(tp=2)),
+        (ParallelConfig(tp=2), ParallelConfig(pp=2)),
+        (ParallelConfig(), ParallelConfig(tp=2)),
+        (ParallelConfig(tp=2), ParallelConfig()),
+    ],
+    ids=["tp2-tp2", "tp2-pp2", "dp2-tp2", "tp2-dp2"],
+)
+def test_training_goes_on_as_if_it_had_not_stopped(ranks, folder, tmp_path, at_save, at_load):
+    reference = ranks(2).run(save_after_two_steps, str(folder), at_save, tmp_path)[0]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_2"]
+    for counters, version, history in ranks(2).run(load_and_go_on, str(folder), at_load, tmp_path):
+        assert counters == {"cursor": 17, "step": 2}
+        assert version == 2
+        for got, want in zip(history, reference, strict=True):
+            if at_save == at_load:
+                assert got == want  # the same bits
+            else:
+                assert got["loss"] == pytest.approx(want["loss"], rel=1e-4)
+                assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-3)
+
+
+def test_a_pointer_to_nothing_is_an_error(tmp_path):
+    assert latest_state(tmp_path) is None
+    (tmp_path / "latest").write_text("step_9")
+    with pytest.raises(CheckpointError, match="step_9"):
+        latest_state(tmp_path)
