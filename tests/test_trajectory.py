@@ -1,0 +1,31 @@
+import pytest
+import torch
+
+from megarl.trajectory import concat_padded, select, sequence_lengths
+
+
+def row(length, value):
+    return {
+        "input_ids": torch.full((1, length), value, dtype=torch.int32),
+        "attention_mask": torch.ones(1, length, dtype=torch.bool),
+        "versions": torch.zeros(1, length, dtype=torch.int32),
+        "rewards": torch.tensor([float(value)]),
+    }
+
+
+def test_rows_are_padded_on_the_right_and_keep_their_order():
+    batch = concat_padded([row(2, 5), row(4, 6)])
+    assert batch["input_ids"].tolist() == [[5, 5, 0, 0], [6, 6, 6, 6]]
+    assert batch["versions"].tolist() == [[0, 0, -1, -1], [0, 0, 0, 0]]
+    assert batch["rewards"].tolist() == [5.0, 6.0]
+    assert sequence_lengths(batch).tolist() == [2, 4]
+    assert {k: x.dtype for k, x in batch.items()} == {k: x.dtype for k, x in row(1, 1).items()}
+    second = select(batch, torch.tensor([1]))
+    assert second["input_ids"].tolist() == [[6, 6, 6, 6]]
+
+
+def test_odd_columns_are_named():
+    with pytest.raises(ValueError, match="columns: values"):
+        concat_padded([row(2, 5), {**row(2, 5), "values": torch.zeros(1, 2)}])
+    with pytest.raises(ValueError, match="no trajectory"):
+        concat_padded([])
