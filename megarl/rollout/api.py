@@ -1,0 +1,70 @@
+"""The names a workflow is written against: requests, responses, RolloutWorkflow, the engine."""
+
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from megarl.config.schema import GenerationHyperparameters
+from megarl.trajectory import Trajectory
+
+StopReason = Literal["stop", "length", "abort", "tool_calls"]
+Row = dict[str, Any]
+"""One row of a dataset: `prompt` (text) or `messages` (chat), and what the reward reads."""
+
+
+@dataclass
+class ModelRequest:
+    """One response to one prompt."""
+
+    input_ids: list[int]
+    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
+    rid: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Requests of one id go to one server, whose cache then has their prefix."""
+    tokenizer: Any = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class ModelResponse:
+    """What was sampled, token by token, as the server said it."""
+
+    input_tokens: list[int] = field(default_factory=list)
+    output_tokens: list[int] = field(default_factory=list)
+    output_logprobs: list[float] = field(default_factory=list)
+    """Nats, under the distribution that was sampled from."""
+    output_versions: list[int] = field(default_factory=list)
+    """The weights that sampled each token."""
+    stop_reason: StopReason = "stop"
+    latency_s: float = 0.0
+    ttft_s: float = 0.0
+    """Until the first part of the response came back."""
+
+    @property
+    def input_len(self) -> int:
+        return len(self.input_tokens)
+
+    @property
+    def output_len(self) -> int:
+        return len(self.output_tokens)
+
+
+class GenerationEngine(Protocol):
+    """What an episode sees of the rollout engine."""
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse: ...
+
+    def get_version(self) -> int: ...
+
+
+class RolloutWorkflow(ABC):
+    """How a row becomes a trajectory. One instance runs many episodes at the same time."""
+
+    @abstractmethod
+    async def arun_episode(self, engine: GenerationEngine, data: Row) -> Trajectory | None:
+        """A trajectory dict (see megarl.trajectory), or None to reject the episode."""
+
+
+AcceptFn = Callable[[Trajectory], bool]
+"""Whether a finished trajectory is worth training on."""

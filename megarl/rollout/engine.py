@@ -1,0 +1,281 @@
+"""The trainer's handle on the servers: one thread, one asyncio loop, many episodes.
+
+Methods without `async` are called from the trainer's thread and return when the loop has
+answered; the loop itself never waits for the trainer. While the trainer trains, episodes go
+on: whatever was submitted is admitted as versions advance.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from megarl.config.schema import InferenceEngineConfig
+from megarl.errors import EngineTimeout
+from megarl.rollout.api import AcceptFn, ModelRequest, ModelResponse, RolloutWorkflow, Row
+from megarl.rollout.backends import vllm
+from megarl.rollout.client import PauseMode, ServerClient
+from megarl.rollout.executor import WorkflowExecutor
+from megarl.rollout.staleness import StalenessManager
+from megarl.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_STICKY_REQUESTS = 16384
+"""Request ids whose server is remembered."""
+_CONTROL_TIMEOUT_S = 120.0
+
+
+class Prompts(Protocol):
+    """An endless stream of batches of rows."""
+
+    batch_size: int
+
+    def __next__(self) -> list[Row]: ...
+
+
+class RemoteInferenceEngine:
+    """Episodes on remote servers.
+
+    Args:
+      batch_size: B, the episodes of one training step.
+      dump_dir: finished trajectories are written under it; None writes none.
+    """
+
+    def __init__(
+        self,
+        config: InferenceEngineConfig,
+        clients: list[ServerClient],
+        *,
+        batch_size: int,
+        dump_dir: Path | None = None,
+    ) -> None:
+        if not clients:
+            raise ValueError("a rollout engine needs at least one server")
+        self.config, self.clients = config, clients
+        self.batch_size = config.consumer_batch_size or batch_size
+        self._dump_dir = dump_dir
+        self._version = 0
+        self._outstanding = dict.fromkeys(range(len(clients)), 0)
+        self._server_of: OrderedDict[str, int] = OrderedDict()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    # ------------------------------------------------------------------ the loop
+
+    def initialize(self) -> None:
+        """Start the loop's thread."""
+        started = threading.Event()
+
+        def run_loop() -> None:
+            asyncio.run(self._main(started))
+
+        self._thread = threading.Thread(target=run_loop, name="rollout", daemon=True)
+        self._thread.start()
+        if not started.wait(_CONTROL_TIMEOUT_S):
+            raise EngineTimeout(f"the rollout loop did not start in {_CONTROL_TIMEOUT_S} s")
+
+    async def _main(self, started: threading.Event) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        self._generating = asyncio.Event()
+        self._generating.set()
+        staleness = StalenessManager(
+            self.config.max_concurrent_rollouts or self.batch_size,
+            self.batch_size,
+            self.config.max_head_offpolicyness,
+        )
+        self.executor = WorkflowExecutor(self, staleness, dump_dir=self._dump_dir)
+        started.set()
+        await self._stop.wait()
+        await self.executor.close()
+        for client in self.clients:
+            await client.close()
+
+    def run(self, coro: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
+        """The result of `coro`, run on the loop. EngineTimeout after `timeout_s`."""
+        assert self._loop is not None, "initialize() comes first"
+        future = asyncio.run_coroutine_threadsafe(coro, self._loop)
+        try:
+            return future.result(timeout_s)
+        except TimeoutError as error:
+            if future.done():  # the coroutine's own TimeoutError
+                raise
+            future.cancel()
+            name = getattr(coro, "__qualname__", "a coroutine")
+            raise EngineTimeout(f"{name}: not done after {timeout_s} s on the loop") from error
+
+    def _call(self, function: Any, *args: Any) -> Any:
+        """Run a plain function on the loop."""
+
+        async def call() -> Any:
+            return function(*args)
+
+        return self.run(call(), _CONTROL_TIMEOUT_S)
+
+    def destroy(self) -> None:
+        """End all episodes and the loop."""
+        if self._loop is None or self._thread is None:
+            return
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(_CONTROL_TIMEOUT_S)
+        if self._thread.is_alive():
+            raise EngineTimeout(f"the rollout loop did not end in {_CONTROL_TIMEOUT_S} s")
+        self._loop = self._thread = None
+
+    # ------------------------------------------------------------------ generation (in the loop)
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        """One response, through any number of interruptions by weight updates.
+
+        An aborted request is asked again with its tokens so far as prompt, when generation
+        is resumed; each token keeps the logprob and version it was sampled with.
+
+        Raises:
+          ValueError: the prompt leaves no room for a token.
+          EngineError: the server failed, or stayed silent.
+        """
+        gconfig = req.gconfig
+        budget = min(gconfig.max_new_tokens, gconfig.max_tokens - len(req.input_ids))
+        if budget < 1:
+            raise ValueError(
+                f"request {req.rid}: a prompt of {len(req.input_ids)} tokens leaves no room in "
+                f"max_tokens {gconfig.max_tokens}"
+            )
+        out = ModelResponse(input_tokens=list(req.input_ids), stop_reason="abort")
+        started = time.monotonic()
+        while out.stop_reason == "abort":
+            await self._generating.wait()
+            done = out.output_len
+            part = ModelRequest(
+                rid=req.rid, input_ids=out.input_tokens + out.output_tokens, gconfig=gconfig
+            )
+            rest = gconfig.new(min_new_tokens=max(0, gconfig.min_new_tokens - done))
+            path, payload = vllm.generate_payload(part, rest, budget - done)
+            chunk = vllm.parse_generate(await self._generate_on_server(req.rid, path, payload))
+            if not done:
+                out.ttft_s = time.monotonic() - started
+            out.output_tokens += chunk.tokens
+            out.output_logprobs += chunk.logprobs
+            out.output_versions += chunk.versions
+            out.stop_reason = chunk.stop_reason  # type: ignore[assignment]
+            if out.stop_reason == "abort" and out.output_len >= budget:
+                out.stop_reason = "length"
+        out.latency_s = time.monotonic() - started
+        return out
+
+    async def _generate_on_server(
+        self, rid: str, path: str, payload: dict[str, Any]
+    ) -> dict[str, Any]:
+        server = self._choose_server(rid)
+        self._outstanding[server] += 1
+        try:
+            return await self.clients[server].generate(path, payload)
+        finally:
+            self._outstanding[server] -= 1
+
+    def _choose_server(self, rid: str) -> int:
+        """The server that had this request id; else the one with the fewest requests."""
+        server = self._server_of.pop(rid, None)
+        if server is None:
+            server = min(self._outstanding, key=self._outstanding.__getitem__)
+        self._server_of[rid] = server
+        if len(self._server_of) > _STICKY_REQUESTS:
+            self._server_of.popitem(last=False)
+        return server
+
+    # ------------------------------------------------------------------ versions and pauses
+
+    def get_version(self) -> int:
+        return self._version
+
+    def set_version(self, version: int) -> None:
+        """The servers hold `version`: more episodes may start."""
+
+        def advance() -> None:
+            self._version = version
+            self.executor.admit()
+
+        self._call(advance)
+
+    def pause(self) -> None:
+        """Start no more episodes."""
+        self._call(self.executor.pause)
+
+    def resume(self) -> None:
+        self._call(self.executor.resume)
+
+    def pause_generation(self, mode: PauseMode = "abort") -> None:
+        """Stop every server; requests aborted by it wait for `continue_generation`."""
+
+        async def stop_all() -> None:
+            self._generating.clear()
+            async with asyncio.TaskGroup() as tasks:
+                for client in self.clients:
+                    tasks.create_task(client.pause(mode))
+
+        self.run(stop_all(), _CONTROL_TIMEOUT_S)
+
+    def continue_generation(self) -> None:
+        async def start_all() -> None:
+            async with asyncio.TaskGroup() as tasks:
+                for client in self.clients:
+                    tasks.create_task(client.resume())
+            self._generating.set()
+
+        self.run(start_all(), _CONTROL_TIMEOUT_S)
+
+    # ------------------------------------------------------------------ batches
+
+    def submit(
+        self, data: Row, workflow: RolloutWorkflow, should_accept_fn: AcceptFn | None = None
+    ) -> int:
+        """Queue one episode. Returns its task id."""
+        task_id: int = self._call(self.executor.submit, data, workflow, should_accept_fn)
+        return task_id
+
+    def wait(self, count: int, timeout_s: float | None = None) -> Trajectory:
+        """The oldest `count` accepted episodes as one batch. TimeoutError if they do not come."""
+        return self.run(self.executor.wait(count, timeout_s), None)
+
+    def rollout_batch(
+        self, data: Sequence[Row], workflow: RolloutWorkflow, *, is_eval: bool = True
+    ) -> Trajectory:
+        """Every row once, now, whatever the staleness; in the rows' order."""
+        return self.run(self.executor.run_all(list(data), workflow, is_eval=is_eval), None)
+
+    def prepare_batch(
+        self,
+        prompts: Prompts,
+        workflow: RolloutWorkflow,
+        should_accept_fn: AcceptFn | None = None,
+    ) -> Trajectory:
+        """The next batch; keeps the pool filled so that generation goes on after it returns.
+
+        Queues as many rows as all admissible versions could start, so that no version has
+        to wait for the trainer to ask for more.
+        """
+
+        async def fill_and_wait() -> Trajectory:
+            executor = self.executor
+            limit = self.config.queue_size or executor.staleness.pending_limit
+            limit = max(limit, self.batch_size)
+            while True:
+                # One batch beyond the limit: the next version's first episodes are in the queue.
+                while executor.num_pending < limit + self.batch_size:
+                    for row in next(prompts):
+                        executor.submit(row, workflow, should_accept_fn)
+                if executor.num_ready >= self.batch_size:
+                    return executor.take(self.batch_size)
+                await executor.an_episode_ended()
+
+        return self.run(fill_and_wait(), None)
+
+    def export_stats(self) -> dict[str, float]:
+        stats: dict[str, float] = self._call(self.executor.export_stats)
+        return stats

@@ -1,0 +1,304 @@
+"""Runs workflows as asyncio tasks under a staleness bound, and hands out batches.
+
+    submit --> queue --admission--> episode tasks --accepted--> results --take--> batch
+                          ^               |
+                          +-- capacity <--+-- rejected (None, filtered, or failed)
+
+Everything here belongs to the rollout loop; `megarl.rollout.engine` is the door for the
+trainer's thread. Episodes start in the order of submission, and a batch is the oldest
+accepted ones in that order, so with a bound of 0 the order of a batch is that of its rows.
+"""
+
+import asyncio
+import json
+import logging
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megarl.errors import EngineError
+from megarl.rollout import workflow_context
+from megarl.rollout.api import AcceptFn, GenerationEngine, RolloutWorkflow, Row
+from megarl.rollout.staleness import StalenessManager
+from megarl.rollout.workflow_context import WorkflowContext
+from megarl.trajectory import Trajectory, concat_padded, sequence_lengths
+
+logger = logging.getLogger(__name__)
+
+MAX_CONSECUTIVE_FAILURES = 32
+"""Episodes that may fail one after another, with no success, before the run is given up."""
+_DTYPES = {
+    "input_ids": torch.int32,
+    "attention_mask": torch.bool,
+    "loss_mask": torch.int32,
+    "logprobs": torch.float32,
+    "versions": torch.int32,
+    "rewards": torch.float32,
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """One episode to run."""
+
+    task_id: int
+    data: Row
+    workflow: RolloutWorkflow
+    should_accept: AcceptFn | None = None
+    is_eval: bool = False
+
+
+class WorkflowExecutor:
+    """The pool. Every method runs in the rollout loop."""
+
+    def __init__(
+        self,
+        engine: GenerationEngine,
+        staleness: StalenessManager,
+        *,
+        dump_dir: Path | None = None,
+    ) -> None:
+        self._engine, self.staleness, self._dump_dir = engine, staleness, dump_dir
+        self._queue: deque[Task] = deque()
+        self._episodes: set[asyncio.Task[None]] = set()
+        self._results: dict[int, Trajectory] = {}
+        self._arrived = asyncio.Event()
+        self._next_task_id = 0
+        self._paused = False
+        self._failures: Counter[str] = Counter()
+        self._failures_in_a_row = 0
+        self._bug: BaseException | None = None
+
+    # ------------------------------------------------------------------ admission
+
+    def submit(
+        self, data: Row, workflow: RolloutWorkflow, should_accept: AcceptFn | None = None
+    ) -> int:
+        """Queue an episode; it starts when the staleness bound allows. Returns its task id."""
+        task = Task(self._take_id(), data, workflow, should_accept)
+        self._queue.append(task)
+        self.staleness.on_submitted()
+        self.admit()
+        return task.task_id
+
+    def pause(self) -> None:
+        """Start no more episodes; those that run go on."""
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+        self.admit()
+
+    def admit(self) -> None:
+        """Start what the bound allows at the engine's version."""
+        if self._paused:
+            return
+        room = self.staleness.capacity(self._engine.get_version())
+        for _ in range(min(room, len(self._queue))):
+            self.staleness.on_started()
+            self._start(self._queue.popleft())
+
+    @property
+    def num_pending(self) -> int:
+        """Episodes queued, running, or finished and not taken."""
+        return len(self._queue) + len(self._episodes) + len(self._results)
+
+    # ------------------------------------------------------------------ episodes
+
+    def _take_id(self) -> int:
+        self._next_task_id += 1
+        return self._next_task_id - 1
+
+    def _start(self, task: Task) -> None:
+        episode = asyncio.create_task(self._run(task), name=f"episode-{task.task_id}")
+        self._episodes.add(episode)
+        episode.add_done_callback(self._episode_ended)
+
+    def _episode_ended(self, episode: asyncio.Task[None]) -> None:
+        self._episodes.discard(episode)
+        if not episode.cancelled() and episode.exception() is not None:
+            # Not the workflow's error, which `_attempt` counts: a bug of the pool itself.
+            self._bug = episode.exception()
+        self._arrived.set()
+        self.admit()
+
+    async def _run(self, task: Task) -> None:
+        trajectory = await self._attempt(task)
+        if trajectory is None:
+            self.staleness.on_rejected()
+            return
+        self.staleness.on_accepted()
+        self._results[task.task_id] = trajectory
+
+    async def _attempt(self, task: Task) -> Trajectory | None:
+        """The trajectory if it was accepted, else None with the reason counted."""
+        workflow_context.set_for_task(WorkflowContext(task.is_eval, task.task_id))
+        try:
+            trajectory = await task.workflow.arun_episode(self._engine, task.data)
+            if trajectory is None:
+                self._failures["workflow returned None"] += 1
+                return None
+            _check(trajectory)
+            if task.should_accept is not None and not task.should_accept(trajectory):
+                self._failures["filtered"] += 1
+                return None
+        except Exception as error:  # noqa: BLE001 - an episode is the user's code: it is counted
+            self._count_failure(error)
+            return None
+        self._failures_in_a_row = 0
+        if self._dump_dir is not None:
+            await asyncio.to_thread(_dump, self._dump_dir, task, trajectory)
+        return trajectory
+
+    def _count_failure(self, error: Exception) -> None:
+        while isinstance(error, ExceptionGroup):  # a task group's: the cause is inside
+            error = error.exceptions[0]
+        kind = type(error).__name__
+        self._failures[kind] += 1
+        self._failures_in_a_row += 1
+        if self._failures[kind] == 1:
+            logger.warning("episode rejected: %s: %s", kind, error, exc_info=error)
+        if self._failures_in_a_row >= MAX_CONSECUTIVE_FAILURES and self._bug is None:
+            self._bug = EngineError(
+                f"the last {self._failures_in_a_row} episodes all failed, the last with "
+                f"{kind}: {error}"
+            )
+            self._bug.__cause__ = error
+
+    # ------------------------------------------------------------------ results
+
+    async def wait(self, count: int, timeout_s: float | None) -> Trajectory:
+        """The oldest `count` accepted episodes, in order of submission, as one batch.
+
+        Raises:
+          TimeoutError: fewer are there after `timeout_s`.
+          EngineError: episodes do nothing but fail.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                while len(self._results) < count:
+                    await self.an_episode_ended()
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"{len(self._results)} of {count} episodes within {timeout_s} s; "
+                f"{self.staleness.counts}, {len(self._queue)} queued"
+            ) from error
+        return self.take(count)
+
+    @property
+    def num_ready(self) -> int:
+        """Accepted episodes that nobody took yet."""
+        return len(self._results)
+
+    def take(self, count: int) -> Trajectory:
+        """The oldest `count` accepted episodes, in order of submission, as one batch."""
+        taken = sorted(self._results)[:count]
+        assert len(taken) == count, f"{len(taken)} episodes are ready, not {count}"
+        return _batch([self._results.pop(task_id) for task_id in taken])
+
+    async def an_episode_ended(self) -> None:
+        """Waits for the next end of any episode. EngineError if they do nothing but fail."""
+        self._arrived.clear()
+        if self._bug is not None:
+            bug, self._bug = self._bug, None
+            raise bug
+        await self._arrived.wait()
+
+    async def run_all(
+        self, rows: list[Row], workflow: RolloutWorkflow, *, is_eval: bool
+    ) -> Trajectory:
+        """Every row once, outside of the staleness bound; results in the rows' order.
+
+        Raises:
+          EngineError: every episode failed.
+        """
+        tasks = [Task(self._take_id(), row, workflow, is_eval=is_eval) for row in rows]
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(self._attempt(task)) for task in tasks]
+        results = [task.result() for task in running]
+        accepted = [trajectory for trajectory in results if trajectory is not None]
+        if not accepted:
+            raise EngineError(f"none of {len(rows)} episodes succeeded: {dict(self._failures)}")
+        if len(accepted) < len(rows):
+            logger.warning("%d of %d episodes gave nothing", len(rows) - len(accepted), len(rows))
+        return _batch(accepted)
+
+    def export_stats(self) -> dict[str, float]:
+        """Counts since the start, by reason for what was rejected."""
+        counts = self.staleness.counts
+        stats = {
+            "submitted": counts.submitted,
+            "running": counts.running,
+            "accepted": counts.accepted,
+            "rejected": counts.rejected,
+        }
+        rejected = {f"rejected/{reason}": n for reason, n in self._failures.items()}
+        return {name: float(value) for name, value in (stats | rejected).items()}
+
+    async def close(self) -> None:
+        """Cancel what runs."""
+        self._queue.clear()
+        for episode in list(self._episodes):
+            episode.cancel()
+        await asyncio.gather(*self._episodes, return_exceptions=True)
+
+
+def _batch(trajectories: list[Trajectory]) -> Trajectory:
+    """One batch; samples of an episode share a group id, dense from 0."""
+    for group, trajectory in enumerate(trajectories):
+        rows = trajectory["input_ids"].shape[0]
+        trajectory["group_ids"] = torch.full((rows,), group, dtype=torch.int64)
+        trajectory.setdefault("no_eos", torch.zeros(rows, dtype=torch.bool))
+    return concat_padded(trajectories)
+
+
+def _check(trajectory: Trajectory) -> None:
+    """ValueError naming what a workflow's result lacks or has of the wrong shape or dtype."""
+    for name, dtype in _DTYPES.items():
+        if name not in trajectory:
+            raise ValueError(f"the trajectory has no {name!r}")
+        column = trajectory[name]
+        if column.dtype != dtype:
+            raise ValueError(f"{name} must be {dtype}, got {column.dtype}")
+    shape = trajectory["input_ids"].shape
+    if len(shape) != 2:
+        raise ValueError(f"input_ids must be [B, S], got {tuple(shape)}")
+    for name in _DTYPES:
+        want = shape[:1] if name == "rewards" else shape
+        if trajectory[name].shape != want:
+            raise ValueError(f"{name} must be {tuple(want)}, got {tuple(trajectory[name].shape)}")
+
+
+def _dump(folder: Path, task: Task, trajectory: Trajectory) -> None:
+    """FOLDER/[rollout|eval-rollout]/VERSION/TASK.jsonl, a line a sample."""
+    scope = WorkflowContext(task.is_eval, task.task_id).stat_scope()
+    versions = trajectory["versions"]
+    head = int(versions.max())
+    path = folder / scope / str(head) / f"{task.task_id}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tokenizer = getattr(task.workflow, "tokenizer", None)
+    decode: Callable[[list[int]], str] = tokenizer.decode if tokenizer else str
+    lines = []
+    for i, length in enumerate(sequence_lengths(trajectory).tolist()):
+        ids = trajectory["input_ids"][i, :length].tolist()
+        generated = trajectory["loss_mask"][i, :length].bool()
+        prompt_len = int(generated.int().argmax()) if generated.any() else length
+        seen = versions[i, :length][generated]
+        record = {
+            "task_id": task.task_id,
+            "sample_idx": i,
+            "seqlen": length,
+            "prompt_len": prompt_len,
+            "head_version": int(seen.max()) if seen.numel() else -1,
+            "tail_version": int(seen.min()) if seen.numel() else -1,
+            "reward": trajectory["rewards"][i].item(),
+            "prompt": decode(ids[:prompt_len]),
+            "completion": decode(ids[prompt_len:]),
+        }
+        lines.append(json.dumps(record))
+    partial = path.with_suffix(".partial")
+    partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    partial.rename(path)

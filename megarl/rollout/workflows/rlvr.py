@@ -1,0 +1,108 @@
+"""One turn with a verifiable reward: prompt, n samples, a score for each."""
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import torch
+
+from megarl.config.schema import GenerationHyperparameters
+from megarl.rollout.api import GenerationEngine, ModelRequest, ModelResponse, RolloutWorkflow, Row
+from megarl.trajectory import Trajectory, concat_padded
+
+RewardFn = Callable[..., Awaitable[float | None]]
+"""async (prompt, completion, prompt_ids, completion_ids, **row) -> reward; None rejects."""
+
+
+def default_data_extract_prompt_fn(data: Row) -> Any:
+    """`messages` (chat) where the row has them, else `prompt` (text)."""
+    return data["messages"] if "messages" in data else data["prompt"]
+
+
+def default_get_input_ids_fn(prompt: Any, tokenizer: Any, enable_thinking: bool) -> list[int]:
+    """Chat through the tokenizer's template, text as it stands."""
+    if isinstance(prompt, str):
+        ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False)
+        return ids
+    text = tokenizer.apply_chat_template(
+        prompt, add_generation_prompt=True, tokenize=False, enable_thinking=enable_thinking
+    )
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+class RLVRWorkflow(RolloutWorkflow):
+    """Samples `gconfig.n_samples` responses to a prompt and scores each.
+
+    Args:
+      reward_fn: see RewardFn; a RewardPool is one.
+    """
+
+    def __init__(
+        self,
+        reward_fn: RewardFn,
+        gconfig: GenerationHyperparameters,
+        tokenizer: Any,
+        enable_thinking: bool = False,
+        get_input_ids_fn: Callable[[Any, Any, bool], list[int]] = default_get_input_ids_fn,
+        data_extract_prompt_fn: Callable[[Row], Any] = default_data_extract_prompt_fn,
+    ) -> None:
+        self.reward_fn, self.gconfig, self.tokenizer = reward_fn, gconfig, tokenizer
+        self.enable_thinking = enable_thinking
+        self.get_input_ids_fn = get_input_ids_fn
+        self.data_extract_prompt_fn = data_extract_prompt_fn
+
+    async def arun_episode(self, engine: GenerationEngine, data: Row) -> Trajectory | None:
+        """The samples as one trajectory [n_samples, S]; None if all of them were rejected."""
+        prompt = self.data_extract_prompt_fn(data)
+        input_ids = self.get_input_ids_fn(prompt, self.tokenizer, self.enable_thinking)
+        # One id for the group: its samples share the prompt's cache on one server.
+        rid = uuid.uuid4().hex
+        async with asyncio.TaskGroup() as tasks:
+            samples = [
+                tasks.create_task(self._sample(engine, rid, i, input_ids, data))
+                for i in range(self.gconfig.n_samples)
+            ]
+        kept = [task.result() for task in samples]
+        accepted = [sample for sample in kept if sample is not None]
+        return concat_padded(accepted) if accepted else None
+
+    async def _sample(
+        self, engine: GenerationEngine, rid: str, index: int, input_ids: list[int], data: Row
+    ) -> Trajectory | None:
+        seed = None if self.gconfig.seed is None else self._seed(data) + index
+        gconfig = self.gconfig.new(n_samples=1, seed=seed)
+        response = await engine.agenerate(
+            ModelRequest(rid=rid, input_ids=input_ids, gconfig=gconfig, tokenizer=self.tokenizer)
+        )
+        skip = self.gconfig.skip_special_tokens
+        reward = await self.reward_fn(
+            self.tokenizer.decode(input_ids),
+            self.tokenizer.decode(response.output_tokens, skip_special_tokens=skip),
+            input_ids,
+            response.output_tokens,
+            **{key: value for key, value in data.items() if key not in ("prompt", "messages")},
+        )
+        return None if reward is None else to_trajectory(response, reward)
+
+    def _seed(self, data: Row) -> int:
+        """Distinct for each row, the same in each run."""
+        assert self.gconfig.seed is not None
+        row = int(data.get("row_id", 0))
+        return (self.gconfig.seed * 1_000_003 + row) * 4096 % (1 << 31)
+
+
+def to_trajectory(response: ModelResponse, reward: float) -> Trajectory:
+    """A response as a trajectory of one row."""
+    given, made = response.input_len, response.output_len
+    return {
+        "input_ids": torch.tensor(
+            [response.input_tokens + response.output_tokens], dtype=torch.int32
+        ),
+        "attention_mask": torch.ones(1, given + made, dtype=torch.bool),
+        "loss_mask": torch.tensor([[0] * given + [1] * made], dtype=torch.int32),
+        "logprobs": torch.tensor([[0.0] * given + response.output_logprobs]),
+        "versions": torch.tensor([[-1] * given + response.output_versions], dtype=torch.int32),
+        "rewards": torch.tensor([float(reward)]),
+        "no_eos": torch.tensor([response.stop_reason == "length"]),
+    }

@@ -1,0 +1,118 @@
+"""RewardPool with real processes: what hangs is killed, what dies is replaced."""
+
+import asyncio
+import os
+import time
+
+import pytest
+
+from megarl.rollout.rewards import RewardPool
+
+TIMEOUT_S = 1.0
+
+
+@pytest.fixture(autouse=True)
+def _functions_importable(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))
+
+
+def run(calls, **options):
+    """Results of `calls(pool)` and the pool, whose processes have ended."""
+    options = {
+        "fn": "reward_functions:behave",
+        "timeout_s": TIMEOUT_S,
+        "max_attempts": 2,
+        "num_workers": 2,
+        "on_failure": "zero",
+        **options,
+    }
+    pool = RewardPool(**options)
+
+    async def main():
+        try:
+            return await calls(pool)
+        finally:
+            await pool.close()
+
+    return asyncio.run(main()), pool
+
+
+def score(pool, completion, **row):
+    return pool("prompt", completion, [1, 2], [3, 4, 5], **row)
+
+
+def is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_rewards_come_back_to_their_callers():
+    async def calls(pool):
+        return await asyncio.gather(*(score(pool, "x", bonus=i) for i in range(50)))
+
+    results, pool = run(calls)
+    assert results == [3.0 + i for i in range(50)]
+    assert not pool.failures
+
+
+@pytest.mark.parametrize("how", ["hang", "sleep in C"])
+def test_a_call_that_hangs_is_killed_and_the_pool_goes_on(how):
+    async def calls(pool):
+        started = time.monotonic()
+        before = int(await score(pool, "pid"))
+        hung, good = await asyncio.gather(score(pool, how), score(pool, "x"))
+        return hung, good, before, await score(pool, "x"), time.monotonic() - started
+
+    (hung, good, before, after, seconds), pool = run(calls, num_workers=1)
+    assert (hung, good, after) == (0.0, 3.0, 3.0)
+    assert pool.failures == {"timeout": 2}
+    assert not is_alive(before)
+    assert seconds < 60  # two timeouts of 1 s and three process starts, not a hang
+
+
+def test_a_crash_is_counted_and_the_process_replaced():
+    async def calls(pool):
+        return await score(pool, "die"), await score(pool, "x")
+
+    results, pool = run(calls, num_workers=1)
+    assert results == (0.0, 3.0)
+    assert pool.failures == {"crash": 2}
+
+
+@pytest.mark.parametrize("completion", ["raise", "text"])
+def test_an_error_is_zero_or_a_rejection_by_config(completion):
+    async def calls(pool):
+        return await score(pool, completion)
+
+    assert run(calls)[0] == 0.0
+    rejected, pool = run(calls, on_failure="reject", max_attempts=3)
+    assert rejected is None
+    assert pool.failures == {"error": 3}
+
+
+def test_what_a_function_prints_does_not_reach_the_protocol():
+    async def calls(pool):
+        return [await score(pool, "print") for _ in range(3)]
+
+    assert run(calls)[0] == [3.0, 3.0, 3.0]
+
+
+def test_a_module_that_cannot_be_imported_is_a_crash():
+    async def calls(pool):
+        return await score(pool, "x")
+
+    result, pool = run(calls, fn="no_such_module:f", max_attempts=1)
+    assert result == 0.0
+    assert pool.failures == {"crash": 1}
+
+
+def test_no_process_is_left_after_close():
+    async def calls(pool):
+        return await asyncio.gather(*(score(pool, "pid") for _ in range(8)))
+
+    pids, _ = run(calls)
+    assert len(set(pids)) == 2
+    assert not any(is_alive(int(pid)) for pid in pids)

@@ -1,0 +1,63 @@
+"""The admission formula, and what it promises: no batch holds an episode that is too old."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.rollout.staleness import RolloutCounts, StalenessManager
+
+
+def test_capacity_by_hand():
+    manager = StalenessManager(max_concurrent_rollouts=10, consumer_batch_size=4, max_staleness=1)
+    assert manager.capacity(0) == 8  # (1 + 0 + 1) * 4
+    for _ in range(8):
+        manager.on_submitted()
+        manager.on_started()
+    assert manager.capacity(0) == 0
+    assert manager.capacity(1) == 2  # 4 more by version, 2 more by concurrency
+    manager.on_accepted()
+    assert manager.capacity(0) == 0  # accepted ones stay in the sum
+    manager.on_rejected()
+    assert manager.capacity(0) == 1  # rejected ones leave it
+    assert manager.counts == RolloutCounts(submitted=8, running=6, accepted=1, rejected=1)
+    assert manager.pending_limit == 8
+
+
+def test_recovery_counts_consumed_batches_as_accepted():
+    manager = StalenessManager(100, 4, 0)
+    manager.on_version_recovered(5)
+    assert manager.capacity(5) == 4
+
+
+@settings(max_examples=200)
+@given(data=st.data())
+def test_no_episode_is_older_than_the_bound_when_it_is_trained_on(data):
+    """A trainer and a pool that interleave in any order."""
+    eta = data.draw(st.integers(0, 3))
+    batch = data.draw(st.integers(1, 4))
+    manager = StalenessManager(data.draw(st.integers(1, 12)), batch, eta)
+    version, running, finished = 0, [], []
+    for _ in range(data.draw(st.integers(1, 80))):
+        choice = data.draw(st.sampled_from(["start", "finish", "reject", "train"]))
+        if choice == "start" and manager.capacity(version) > 0:
+            manager.on_started()
+            running.append(version)
+        elif choice in ("finish", "reject") and running:
+            born = running.pop(data.draw(st.integers(0, len(running) - 1)))
+            if choice == "finish":
+                manager.on_accepted()
+                finished.append(born)
+            else:
+                manager.on_rejected()
+        elif choice == "train" and len(finished) >= batch:
+            taken, finished = sorted(finished)[:batch], sorted(finished)[batch:]
+            # The weights being trained are `version`; the oldest sample is from `born`.
+            assert all(version - born <= eta for born in taken)
+            version += 1
+        assert len(running) <= manager.max_concurrent_rollouts
+
+
+@pytest.mark.parametrize("arguments", [(0, 1, 0), (1, 0, 0), (1, 1, -1)])
+def test_wrong_numbers_are_named(arguments):
+    with pytest.raises(ValueError, match="max_staleness >= 0, got"):
+        StalenessManager(*arguments)
