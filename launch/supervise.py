@@ -1,0 +1,105 @@
+"""Servers and trainer ranks from their start to the end of all of them.
+
+All are started at the same time; trainer rank 0 waits for the servers' health itself. Whatever
+ends `supervise` (success, a failure of any process, Ctrl-C, or a kill -9 of the launcher) ends
+every process that came of it.
+"""
+
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from types import FrameType
+
+from megarl.launch.process import Process, stop_all
+
+GRACE_S = 10.0
+"""From SIGTERM to SIGKILL when a run ends."""
+STRAGGLER_S = 300.0
+"""A rank may go on for so long after another has ended well."""
+_POLL_S = 0.1
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def supervise(
+    servers: Sequence[Process],
+    ranks: Sequence[Process],
+    *,
+    grace_s: float = GRACE_S,
+    straggler_s: float = STRAGGLER_S,
+) -> int:
+    """Start all, wait for the ranks, and leave none running; the exit code.
+
+    0 if all ranks ended well, 128 + n if signal n stopped the launcher, else the code of the
+    process that failed first (1 for a server that ended well before the ranks did).
+
+    Raises:
+      LaunchError: a process could not be started, or survived SIGKILL.
+    """
+    with _stop_signals() as received:
+        try:
+            for process in (*servers, *ranks):
+                process.start()
+            return _watch(servers, ranks, received, straggler_s)
+        finally:
+            stop_all((*servers, *ranks), grace_s)
+
+
+def _watch(
+    servers: Sequence[Process],
+    ranks: Sequence[Process],
+    received: list[int],
+    straggler_s: float,
+) -> int:
+    """Wait until all ranks ended well, any process ended otherwise, or a signal came."""
+    first_end = None
+    while not received:
+        codes = {process: process.poll() for process in (*servers, *ranks)}
+        if all(codes[rank] == 0 for rank in ranks):
+            return 0
+        failed = [p for p, code in codes.items() if code is not None and (code or p in servers)]
+        for process in failed:
+            _report(process, codes[process], is_server=process in servers)
+        if failed:
+            return codes[failed[0]] or 1
+        running = [rank.name for rank in ranks if codes[rank] is None]
+        if len(running) < len(ranks):
+            first_end = first_end or time.monotonic()
+            if time.monotonic() > first_end + straggler_s:
+                print(
+                    f"megarl: {', '.join(running)} still running {straggler_s} s after another "
+                    f"rank ended",
+                    file=sys.stderr,
+                )
+                return 1
+        time.sleep(_POLL_S)
+    print(f"megarl: {signal.Signals(received[0]).name}, stopping", file=sys.stderr, flush=True)
+    return 128 + received[0]
+
+
+def _report(process: Process, code: int | None, *, is_server: bool) -> None:
+    when = " before the trainer was done" if is_server else ""
+    lines = [f"megarl: {process.name} ended with exit code {code}{when}"]
+    if process.log is not None:
+        lines[0] += f"; the end of {process.log}:"
+        lines += [f"  {line}" for line in process.tail().splitlines()]
+    print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """Signals that ask this process to stop are only noted, so that stopping is not cut short."""
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    # One that is ignored stays so: nohup, or a job in the background of a script.
+    wanted = [n for n in _STOP_SIGNALS if signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in wanted}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

