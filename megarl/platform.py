@@ -48,8 +48,11 @@ def setup() -> None:
 
 def _quiet_imports() -> None:
     """Hide the warnings that each rank would print for what this machine is known to lack."""
+    logging.getLogger("megatron").setLevel(logging.WARNING)
     for message in (
         "Transformer Engine and Apex are not installed",
+        # Megatron's optimizer looks at .grad of every slice of its parameters.
+        r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",
         # torch 2.13 renames two collectives that Megatron-Core 0.16.1 calls by the old names.
         r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated",
     ):

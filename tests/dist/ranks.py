@@ -51,7 +51,11 @@ class RankGroup:
             self._ranks.append((process, ours))
 
     def close(self) -> None:
+        # A rank that reads the end of its pipe leaves by itself and ends its own children.
+        for _, pipe in self._ranks:
+            pipe.close()
         for process, _ in self._ranks:
+            process.join(10)
             process.kill()
             process.join()
         self._ranks = []

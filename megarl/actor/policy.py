@@ -1,0 +1,201 @@
+"""PPO and GRPO on a MegatronEngine: logprobs, advantages, update.
+
+B  sequences     S  padded length
+
+Shifted columns: index t of a [B, S] column made here belongs to the prediction of token
+t + 1, as logits do. A trajectory's own `logprobs` and `loss_mask` stand at the token itself;
+`compute_advantages` shifts them once and everything after it is shifted.
+"""
+
+from dataclasses import asdict
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.actor.engine import MegatronEngine, TokenOutputs
+from megarl.actor.micro_batch import Batch
+from megarl.actor.scatter import MINIBATCH
+from megarl.algorithms.advantages import gae
+from megarl.algorithms.losses import Correction, policy_loss
+from megarl.algorithms.normalization import normalize
+from megarl.algorithms.rewards import shape_rewards, token_rewards
+from megarl.config.schema import NormConfig, PPOActorConfig
+from megarl.trajectory import select, sequence_lengths
+
+LOSS_KEYS = ("prox_logp", "behaviour_logp", "advantages", "shifted_mask")
+
+
+def shift(column: Tensor) -> Tensor:
+    """[B, S] at the token itself -> at the position that predicts it; the last becomes 0."""
+    shifted = column.roll(-1, dims=1)
+    shifted[:, -1] = 0
+    return shifted
+
+
+class PPOActor:
+    """The policy that learns. Every method is collective over the world."""
+
+    def __init__(
+        self, config: PPOActorConfig, engine: MegatronEngine, *, max_response_tokens: int
+    ) -> None:
+        self.config, self.engine, self.mesh = config, engine, engine.mesh
+        self.max_response_tokens = max_response_tokens
+        correction = config.rejection_sampling
+        self.correction = Correction(**asdict(correction)) if correction else None
+
+    def compute_logp(self, batch: Batch) -> Tensor:
+        """Shifted logprobs [B, S] under the present weights."""
+        return self.engine.forward(batch)
+
+    @property
+    def needs_prox_logp(self) -> bool:
+        return self.config.use_decoupled_loss or self.config.recompute_logprob
+
+    def compute_advantages(self, batch: Batch) -> dict[str, float]:
+        """Add what the loss reads: shifted_mask, behaviour_logp, prox_logp, advantages.
+
+        Reads `rewards`, `group_ids`, `logprobs`, `loss_mask`, `no_eos`, and where present
+        `prox_logp` and `ref_logp` (shifted). Statistics of groups and of the batch are taken
+        over all replicas, so they do not depend on how rows were spread.
+
+        Returns:
+          `reward` (mean before shaping), `no_eos_ratio`, `response_tokens` (mean), the same
+          on every rank.
+        """
+        config = self.config
+        mask = shift(batch["loss_mask"]).bool()
+        behaviour = shift(batch["logprobs"]).float()
+        num_groups = self._num_groups(batch["group_ids"])
+        rewards = shape_rewards(
+            batch["rewards"].float(),
+            mask.sum(1),
+            max_response_tokens=self.max_response_tokens,
+            scaling=config.reward_scaling,
+            bias=config.reward_bias,
+            clip=config.reward_clip,
+            overlong_tokens=config.overlong_tokens if config.overlong_reward_penalty else None,
+            overlong_penalty_factor=(
+                config.overlong_penalty_factor if config.overlong_reward_penalty else None
+            ),
+        )
+        if config.reward_norm:
+            everyone = torch.ones_like(rewards, dtype=torch.bool)
+            rewards = self._normalize(
+                rewards, everyone, batch["group_ids"], num_groups, config.reward_norm
+            )
+        anchor = batch["prox_logp"] if self.needs_prox_logp else behaviour
+        per_token = token_rewards(
+            rewards,
+            mask,
+            batch["no_eos"],
+            logp=anchor,
+            ref_logp=batch.get("ref_logp"),
+            kl_ctl=config.kl_ctl,
+            kl_estimator=config.kl_estimator,
+            mask_no_eos_with_zero=config.mask_no_eos_with_zero,
+        )
+        advantages, _ = gae(
+            per_token,
+            torch.zeros_like(per_token),
+            mask,
+            batch["no_eos"],
+            gamma=config.discount,
+            lam=config.gae_lambda,
+        )
+        if config.adv_norm:
+            groups = batch["group_ids"][:, None].expand_as(advantages)
+            advantages = self._normalize(advantages, mask, groups, num_groups, config.adv_norm)
+        batch.update(
+            shifted_mask=mask, behaviour_logp=behaviour, prox_logp=anchor, advantages=advantages
+        )
+        return self._batch_stats(batch, mask)
+
+    def ppo_update(self, batch: Batch) -> dict[str, float]:
+        """One optimizer step a minibatch. Returns the mean of their metrics.
+
+        Raises:
+          NonFiniteError: see MegatronEngine.train_batch.
+        """
+        keys = LOSS_KEYS + (("ref_logp",) if self.config.kl_loss_coef else ())
+        steps = []
+        for i in range(self.config.ppo_n_minibatches):
+            rows = (batch[MINIBATCH] == i).nonzero()[:, 0]
+            minibatch = select(batch, rows)
+            num_tokens = int(minibatch["shifted_mask"].sum())
+            steps.append(
+                self.engine.train_batch(minibatch, self._loss, keys=keys, num_tokens=num_tokens)
+            )
+        return {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+
+    def _loss(self, outputs: TokenOutputs) -> tuple[Tensor, dict[str, Tensor]]:
+        config, columns = self.config, outputs.columns
+        mask = columns["shifted_mask"]
+        result = policy_loss(
+            outputs.logp,
+            columns["prox_logp"],
+            columns["behaviour_logp"],
+            columns["advantages"],
+            mask,
+            outputs.cu_seqlens,
+            num_tokens=outputs.num_tokens,
+            eps_clip_low=config.eps_clip,
+            eps_clip_high=(
+                config.eps_clip if config.eps_clip_higher is None else config.eps_clip_higher
+            ),
+            c_clip=config.c_clip,
+            level=config.importance_sampling_level,
+            decoupled=config.use_decoupled_loss,
+            correction=self.correction,
+            ref_logp=columns.get("ref_logp"),
+            kl_coef=config.kl_loss_coef,
+            kl_estimator=config.kl_estimator,
+        )
+        entropy = torch.where(mask, outputs.entropy.detach(), 0.0).sum() / outputs.num_tokens
+        return result.loss, {**result.metrics, "entropy": entropy}
+
+    # ------------------------------------------------------------------ over the replicas
+
+    def _all_reduce(self, x: Tensor) -> Tensor:
+        """Sum over data-parallel replicas; every rank of a replica holds the same rows."""
+        on_device = x.to(self.mesh.device)
+        dist.all_reduce(on_device, group=self.mesh.dp_group)
+        return on_device.to(x.device)
+
+    def _num_groups(self, group_ids: Tensor) -> int:
+        most = group_ids.max().to(self.mesh.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.mesh.dp_group)
+        return int(most) + 1
+
+    def _normalize(
+        self, x: Tensor, mask: Tensor, group_ids: Tensor, num_groups: int, norm: NormConfig
+    ) -> Tensor:
+        return normalize(
+            x, mask, group_ids, num_groups, all_reduce=self._all_reduce, **asdict(norm)
+        )
+
+    def _batch_stats(self, batch: Batch, mask: Tensor) -> dict[str, float]:
+        head = self.engine.version
+        versions = batch["versions"][batch["loss_mask"].bool()]
+        lag = (head - versions).double()
+        sums = torch.stack(
+            [
+                torch.tensor(float(mask.shape[0]), dtype=torch.float64),
+                batch["rewards"].double().sum(),
+                batch["no_eos"].double().sum(),
+                mask.sum().double(),
+                sequence_lengths(batch).sum().double(),
+                lag.sum(),
+            ]
+        )
+        rows, reward, no_eos, response_tokens, tokens, lag_sum = self._all_reduce(sums).tolist()
+        most_lag = (lag.max() if lag.numel() else torch.tensor(0.0)).to(self.mesh.device)
+        dist.all_reduce(most_lag, op=dist.ReduceOp.MAX, group=self.mesh.dp_group)
+        return {
+            "reward": reward / rows,
+            "no_eos_ratio": no_eos / rows,
+            "response_tokens": response_tokens / rows,
+            "num_tokens": tokens,
+            "staleness_mean": lag_sum / max(1.0, response_tokens),
+            "staleness_max": float(most_lag),
+        }

@@ -1,0 +1,130 @@
+"""What rank 0 holds of the rollout side: prompts, pool, workflows, rewards, sender.
+
+No Megatron here: `megarl eval` uses it without a trainer.
+"""
+
+import asyncio
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from megarl import platform
+from megarl.bridge.disk import DiskSender
+from megarl.bridge.sender import BroadcastSender, WeightSender
+from megarl.config.run import GRPOConfig
+from megarl.data.datasets import load_rows
+from megarl.data.prompts import PromptStream
+from megarl.rollout.api import RolloutWorkflow
+from megarl.rollout.client import ServerClient
+from megarl.rollout.engine import RemoteInferenceEngine
+from megarl.rollout.rewards import RewardPool
+from megarl.rollout.servers import wait_healthy
+from megarl.rollout.workflows import load_workflow
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Held-out episodes under one version."""
+
+    reward: float
+    response_tokens: float
+    num_episodes: int
+
+
+class RolloutHead:
+    """What rank 0 holds: the engine, the prompts, the workflows, the rewards' processes."""
+
+    def __init__(self, config: GRPOConfig, addresses: list[str], run_dir: Path) -> None:
+        self.config, self.run_dir = config, run_dir
+        rows = load_rows(config.train_dataset)
+        self.prompts = PromptStream(
+            rows,
+            batch_size=config.train_dataset.batch_size,
+            shuffle=config.train_dataset.shuffle,
+            seed=config.seed,
+        )
+        valid = config.valid_dataset
+        self.eval_rows = load_rows(valid) if valid is not None else []
+        self.tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path or config.actor.path)
+        reward = config.reward
+        self.rewards = RewardPool(
+            reward.fn,
+            timeout_s=reward.timeout_s,
+            max_attempts=reward.max_attempts,
+            num_workers=reward.num_workers,
+            on_failure=reward.on_failure,
+        )
+        clients = [
+            ServerClient(
+                address,
+                request_timeout_s=config.rollout.request_timeout_s,
+                retries=config.rollout.request_retries,
+            )
+            for address in addresses
+        ]
+        self.engine = RemoteInferenceEngine(
+            config.rollout,
+            clients,
+            batch_size=config.train_dataset.batch_size,
+            dump_dir=run_dir if config.rollout.dump_to_file else None,
+        )
+        self.workflow = self._workflow(config.gconfig)
+        eval_gconfig = config.eval_gconfig or config.gconfig.new(n_samples=1)
+        self.eval_workflow = self._workflow(eval_gconfig)
+
+    def _workflow(self, gconfig: Any) -> RolloutWorkflow:
+        # Servers know the stop tokens of their own model; the trainer's tokenizer decides here.
+        stop = list(gconfig.stop_token_ids)
+        if self.tokenizer.eos_token_id is not None and self.tokenizer.eos_token_id not in stop:
+            stop.append(self.tokenizer.eos_token_id)
+        return load_workflow(
+            self.config.rollout.workflow,
+            reward_fn=self.rewards,
+            gconfig=replace(gconfig, stop_token_ids=stop),
+            tokenizer=self.tokenizer,
+        )
+
+    def start(self) -> None:
+        """Wait for every server, then run the pool's loop."""
+        self.engine.initialize()
+
+        async def all_healthy() -> None:
+            async with asyncio.TaskGroup() as tasks:
+                for client in self.engine.clients:
+                    tasks.create_task(
+                        wait_healthy(client.address, self.config.rollout.setup_timeout_s)
+                    )
+
+        self.engine.run(all_healthy(), timeout_s=self.config.rollout.setup_timeout_s + 60)
+
+    def make_sender(self) -> WeightSender:
+        update = self.config.weight_update
+        if update.mode == "disk":
+            return DiskSender(
+                self.engine,
+                folder=self.run_dir / "weights",
+                pause=update.pause,
+                timeout_s=update.timeout_s,
+            )
+        return BroadcastSender(
+            self.engine,
+            bucket_bytes=update.bucket_bytes,
+            pause=update.pause,
+            timeout_s=update.timeout_s,
+            device=platform.device(),
+        )
+
+    def evaluate(self) -> Evaluation:
+        """The held-out rows under the servers' present weights."""
+        batch = self.engine.rollout_batch(self.eval_rows, self.eval_workflow)
+        return Evaluation(
+            reward=batch["rewards"].float().mean().item(),
+            response_tokens=batch["loss_mask"].sum(1).float().mean().item(),
+            num_episodes=batch["rewards"].shape[0],
+        )
+
+    def close(self) -> None:
+        self.engine.run(self.rewards.close(), timeout_s=60.0)
+        self.engine.destroy()

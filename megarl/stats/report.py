@@ -1,0 +1,89 @@
+"""What a run tells its user: every sink behind one object, silent on all ranks but one."""
+
+import time
+from pathlib import Path
+from typing import Protocol
+
+from megarl.config.load import as_dict
+from megarl.config.run import BaseExperimentConfig
+from megarl.stats.console import ConsoleReporter
+from megarl.stats.sinks import MetricsLogger
+
+
+class EvaluationLike(Protocol):
+    @property
+    def reward(self) -> float: ...
+    @property
+    def response_tokens(self) -> float: ...
+    @property
+    def num_episodes(self) -> int: ...
+
+
+class RunReporter:
+    """Rows to metrics.jsonl, TensorBoard and W&B, and a table to the terminal.
+
+    The last line it prints is `eval reward 0.xx -> 0.yy in N steps (S s)`, from the first and
+    the last evaluation.
+    """
+
+    def __init__(self, config: BaseExperimentConfig, run_dir: Path, *, enabled: bool) -> None:
+        self.enabled = enabled
+        self._config, self._run_dir = config, run_dir
+        self._evaluations: list[float] = []
+        self._steps_done = 0
+        self._start_s = time.monotonic()
+
+    def __enter__(self) -> "RunReporter":
+        if self.enabled:
+            config = self._config
+            self._sink = MetricsLogger(
+                self._run_dir,
+                tensorboard=config.stats_logger.tensorboard,
+                wandb=config.stats_logger.wandb,
+                config=as_dict(config),
+                experiment_name=config.experiment_name,
+                trial_name=config.trial_name,
+            )
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if not self.enabled:
+            return
+        self._console.close()
+        self._sink.close()
+        if kind is None and self._evaluations:
+            seconds = time.monotonic() - self._start_s
+            print(
+                f"eval reward {self._evaluations[0]:.2f} -> {self._evaluations[-1]:.2f} "
+                f"in {self._steps_done} steps ({seconds:.0f} s)",
+                flush=True,
+            )
+
+    def start(self, total_steps: int) -> None:
+        if self.enabled:
+            self._console = ConsoleReporter(total_steps)
+            self._console.start()
+
+    def step(self, step: int, stats: dict[str, float], pool_stats: dict[str, float]) -> None:
+        """One training step; `version` is that of the weights it made."""
+        if not self.enabled:
+            return
+        self._steps_done = step
+        row = {"step": step, "version": step, **stats}
+        row |= {f"rollout/{name}": value for name, value in pool_stats.items()}
+        self._sink.commit(step, row)
+        self._console.step(row)
+
+    def evaluation(self, step: int, result: EvaluationLike) -> None:
+        if not self.enabled:
+            return
+        self._evaluations.append(result.reward)
+        row = {
+            "step": step,
+            "version": step,
+            "eval/reward": result.reward,
+            "eval/response_tokens": result.response_tokens,
+            "eval/num_episodes": result.num_episodes,
+        }
+        self._sink.commit(step, row)
+        self._console.eval(row)

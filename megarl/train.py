@@ -1,0 +1,138 @@
+"""The loop of a GRPO or PPO run: one process a rank, all of them run this file.
+
+    prompts -> pool -> episodes -> batch -> replicas -> logprobs -> advantages -> update
+       ^                                                                            |
+       +---------------------- servers <- weights of version v + 1 <----------------+
+
+The pool keeps generating while the trainer trains; it stops admitting episodes only while
+weights move. `rollout.max_head_offpolicyness` bounds how old an episode may be.
+"""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megarl import parallel, platform
+from megarl.actor.checkpoint import Checkpointer, Frequency
+from megarl.actor.coordinator import DistRolloutCoordinator, open_rollout, total_steps
+from megarl.actor.engine import MegatronEngine
+from megarl.actor.policy import PPOActor
+from megarl.bridge.sender import WeightSender
+from megarl.config.load import load
+from megarl.config.run import BaseExperimentConfig, GRPOConfig
+from megarl.parallel import Mesh
+from megarl.rollout_head import RolloutHead
+from megarl.stats.report import RunReporter
+from megarl.stats.tracker import StatsTracker
+
+logger = logging.getLogger("megarl")
+
+
+def train(config: GRPOConfig, run_dir: Path, addresses: list[str], mesh: Mesh) -> None:
+    """Run every step of `config`. Collective over the world; rank 0 reports."""
+    stats = StatsTracker()
+    with (
+        open_rollout(config, addresses, run_dir, mesh) as head,
+        RunReporter(config, run_dir, enabled=mesh.rank == 0) as report,
+    ):
+        steps = total_steps(config, head, mesh)
+        steps_per_epoch = head.prompts.steps_per_epoch if head else 1
+        engine = MegatronEngine(config.actor, mesh, total_steps=steps)
+        actor = PPOActor(config.actor, engine, max_response_tokens=config.gconfig.max_new_tokens)
+        ref = MegatronEngine(config.ref, mesh) if config.ref else None
+        coordinator = DistRolloutCoordinator(config, head, mesh)
+        checkpoints = Checkpointer(config, run_dir, engine, steps_per_epoch)
+        evaluations = Frequency(config.evaluator, steps_per_epoch)
+        sender = head.make_sender() if head else None
+
+        report.start(steps)
+        push_weights(engine, head, sender, version=0)
+        if head and config.evaluator.at_start:
+            report.evaluation(0, head.evaluate())
+
+        for step in range(1, steps + 1):
+            with stats.record_timing("rollout"):
+                batch, pool_stats = coordinator.prepare_batch()
+            if ref is not None:
+                with stats.record_timing("ref_logp"):
+                    batch["ref_logp"] = ref.forward(batch)
+            if actor.needs_prox_logp:
+                with stats.record_timing("recompute_logp"):
+                    batch["prox_logp"] = actor.compute_logp(batch)
+            with stats.record_timing("compute_advantage"):
+                stats.scalar(**actor.compute_advantages(batch))
+            with stats.record_timing("train_step"):
+                stats.scalar(**actor.ppo_update(batch))
+                engine.step_lr_scheduler()
+            with stats.record_timing("update_weights"):
+                push_weights(engine, head, sender, version=step)
+            with stats.record_timing("save"):
+                checkpoints.after_step(step, last=step == steps)
+            report.step(step, stats.export(mesh.cpu_group), pool_stats)
+            is_last_eval = step == steps and config.evaluator.at_end
+            if head and (evaluations.due(step) or is_last_eval):
+                report.evaluation(step, head.evaluate())
+        if sender is not None:
+            sender.close()
+
+
+def push_weights(
+    engine: MegatronEngine, head: RolloutHead | None, sender: WeightSender | None, *, version: int
+) -> None:
+    """The engine's weights into every server, as `version`. Collective over the world."""
+    if head is not None and sender is not None:
+        head.engine.pause()
+        if version == 0:
+            sender.connect()
+        sender.push(engine.export, version)
+        head.engine.set_version(version)
+        head.engine.resume()
+    else:
+        for _ in engine.export:
+            raise AssertionError("only rank 0 is given tensors")
+    engine.version = version
+    dist.barrier(group=engine.mesh.cpu_group)
+
+
+@contextmanager
+def trainer_rank(
+    config: BaseExperimentConfig, parallel_config: parallel.ParallelConfig
+) -> Iterator[Mesh]:
+    """Join the world described by torchrun's environment variables; leave it at the end."""
+    logging.basicConfig(
+        level=logging.INFO if os.environ["RANK"] == "0" else logging.WARNING,
+        format="%(asctime)s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+    )
+    if platform.is_cuda():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    platform.setup()
+    dist.init_process_group(platform.collective_backend(), timeout=timedelta(minutes=30))
+    mesh = parallel.initialize(parallel_config, seed=config.seed)
+    yield mesh
+    # Only after success: a rank that failed must not wait here for the others.
+    parallel.destroy()
+    dist.destroy_process_group()
+
+
+def main(arguments: list[str]) -> None:
+    """`python -m megarl.train RUN_DIR`, started once a rank by a launcher."""
+    run_dir = Path(arguments[0])
+    config = load(run_dir / "config.yaml", [])
+    addresses = [f"http://{a}" for a in os.environ["MEGARL_SERVER_ADDRS"].split(",")]
+    start = time.monotonic()
+    with trainer_rank(config, config.actor.parallel) as mesh:
+        train(config, run_dir, addresses, mesh)
+    logger.debug("trained in %.1f s", time.monotonic() - start)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
