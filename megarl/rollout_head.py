@@ -19,6 +19,7 @@ from megarl.data.prompts import PromptStream
 from megarl.rollout.api import RolloutWorkflow
 from megarl.rollout.client import ServerClient
 from megarl.rollout.engine import RemoteInferenceEngine
+from megarl.rollout.reward_worker import load_function
 from megarl.rollout.rewards import RewardPool
 from megarl.rollout.servers import wait_healthy
 from megarl.rollout.workflows import load_workflow
@@ -71,6 +72,8 @@ class RolloutHead:
             dump_dir=run_dir if config.rollout.dump_to_file else None,
         )
         self.workflow = self._workflow(config.gconfig)
+        accept = config.rollout.should_accept_fn
+        self.should_accept = load_function(accept) if accept else None
         eval_gconfig = config.eval_gconfig or config.gconfig.new(n_samples=1)
         self.eval_workflow = self._workflow(eval_gconfig)
 

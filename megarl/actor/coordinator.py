@@ -49,7 +49,8 @@ class DistRolloutCoordinator:
         batch: Batch | None = None
         stats: dict[str, float] = {}
         if self.head is not None:
-            batch = self.head.engine.prepare_batch(self.head.prompts, self.head.workflow)
+            head = self.head
+            batch = head.engine.prepare_batch(head.prompts, head.workflow, head.should_accept)
             stats = self.head.engine.export_stats()
         seed = self.config.seed + self._num_batches
         self._num_batches += 1

@@ -50,6 +50,8 @@ def check(config: GRPOConfig | SFTConfig) -> None:
         _check_rollout(config, model)
         check_import("reward.fn", config.reward.fn)
         check_import("rollout.workflow", config.rollout.workflow)
+        if config.rollout.should_accept_fn is not None:
+            check_import("rollout.should_accept_fn", config.rollout.should_accept_fn)
 
 
 def has_weights(folder: Path) -> bool:

@@ -123,6 +123,8 @@ def resolve(config: RunConfig) -> RunConfig:
     if config.allocation_mode is not None:
         config = _expand(config, config.allocation_mode)
     consumer_batch_size = config.rollout.consumer_batch_size or config.train_dataset.batch_size
+    # What all admissible versions may start, and the batch after it.
+    usable = (config.rollout.max_head_offpolicyness + 2) * consumer_batch_size
     concurrent = config.rollout.max_concurrent_rollouts or consumer_batch_size
     return replace(
         config,
@@ -133,7 +135,7 @@ def resolve(config: RunConfig) -> RunConfig:
             config.rollout,
             consumer_batch_size=consumer_batch_size,
             max_concurrent_rollouts=concurrent,
-            queue_size=config.rollout.queue_size or 16 * concurrent,
+            queue_size=config.rollout.queue_size or usable,
         ),
     )
 

@@ -168,6 +168,8 @@ class InferenceEngineConfig:
     parallel: RolloutParallelConfig = field(default_factory=RolloutParallelConfig)
     workflow: str = "megarl.rollout.workflows.rlvr:RLVRWorkflow"
     """`package.module:Class` of a RolloutWorkflow."""
+    should_accept_fn: str | None = None
+    """`package.module:function` of a finished trajectory -> bool; False leaves it out."""
     max_concurrent_rollouts: int | None = None
     """Episodes in flight; None is `consumer_batch_size`."""
     consumer_batch_size: int | None = None
@@ -175,7 +177,8 @@ class InferenceEngineConfig:
     max_head_offpolicyness: int = 0
     """Versions a finished episode may lag behind the step that trains on it; 0 is synchronous."""
     queue_size: int | None = None
-    """Prompts waiting for admission; None is 16 * max_concurrent_rollouts."""
+    """Most episodes queued, running or finished and unused; None is what the staleness bound
+    can use."""
     setup_timeout_s: float = 600.0
     """From the start of a server to its first healthy answer."""
     request_timeout_s: float = 3600.0

@@ -257,17 +257,16 @@ class RemoteInferenceEngine:
     ) -> Trajectory:
         """The next batch; keeps the pool filled so that generation goes on after it returns.
 
-        Queues as many rows as all admissible versions could start, so that no version has
-        to wait for the trainer to ask for more.
+        By default one batch more is queued than a version may start, so that the next
+        version's episodes start without the trainer asking.
         """
 
         async def fill_and_wait() -> Trajectory:
             executor = self.executor
-            limit = self.config.queue_size or executor.staleness.pending_limit
+            limit = self.config.queue_size or executor.staleness.pending_limit + self.batch_size
             limit = max(limit, self.batch_size)
             while True:
-                # One batch beyond the limit: the next version's first episodes are in the queue.
-                while executor.num_pending < limit + self.batch_size:
+                while executor.num_pending < limit:
                     for row in next(prompts):
                         executor.submit(row, workflow, should_accept_fn)
                 if executor.num_ready >= self.batch_size:

@@ -141,7 +141,7 @@ def test_resolve_fills_in_what_follows(run_file, model_dir):
     assert config.actor.world_size == 3  # one of four is the server's
     assert config.rollout.consumer_batch_size == 4
     assert config.rollout.max_concurrent_rollouts == 4
-    assert config.rollout.queue_size == 64
+    assert config.rollout.queue_size == 8  # one batch to start, one to wait
     assert config.eval_gconfig == config.gconfig.new(n_samples=1)
     assert resolve(config) == config
 

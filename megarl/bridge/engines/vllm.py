@@ -1,0 +1,235 @@
+"""What runs inside vLLM: the weight-transfer backend `megarl`, and two repairs on a CPU.
+
+`register` is the entry point `vllm.general_plugins`; every process of a server calls it. An
+update is start, any number of buckets, finish. Between start and finish the model's parameters
+are placeholders, so the server must be paused. Whatever happens, the model can compute when
+the update is over: a failed or cancelled update leaves complete layers with new weights and
+the others with old ones. Written against vLLM 0.32.
+"""
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+
+import torch
+import vllm
+from vllm.config import VllmConfig
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.platforms import current_platform
+
+from megarl.bridge.group import WeightGroup, connect, open_group
+from megarl.bridge.wire import message_bytes, unpack
+
+BACKEND = "megarl"
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """The weight group, as the trainer sends it to /init_weight_transfer_engine."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    timeout_s: float
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """One bucket, or the end of an update that the trainer gave up."""
+
+    names: list[str] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
+    shapes: list[list[int]] = field(default_factory=list)
+    cancel: bool = False
+
+
+class UpdateCancelled(RuntimeError):
+    """The trainer gave the update up; vLLM ends an update only when a worker raises."""
+
+
+class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """One worker's end: receives full tensors by broadcast from rank 0, the trainer.
+
+    The model's own loader cuts this worker's shard and casts to the model's dtype.
+    """
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    def __init__(
+        self,
+        config: WeightTransferConfig,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        model: torch.nn.Module,
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._group: WeightGroup | None = None
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        self.shutdown()
+        parallel = self.parallel_config
+        rank = (
+            init_info.rank_offset
+            + parallel.data_parallel_index * parallel.world_size
+            + parallel.rank
+        )
+        store = connect(init_info.master_address, init_info.master_port, init_info.timeout_s)
+        with _shared_nccl_settings(self.device):
+            self._group = open_group(
+                store, rank, init_info.world_size, self.device, init_info.timeout_s
+            )
+
+    def start_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        # The base class goes on to torch.accelerator.synchronize(), which raises on a CPU.
+        try:
+            self.receive_weights(self.parse_update_info(update_info))
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize()
+        except BaseException:
+            self._roll_back()
+            raise
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+
+        if update_info.cancel:
+            raise UpdateCancelled("megarl: the trainer cancelled the weight update")
+        if self._group is None:
+            raise RuntimeError("megarl: /init_weight_transfer_engine comes before an update")
+        # Not reused: until a layer is complete, vLLM holds views of what came for it.
+        buffer = torch.empty(
+            message_bytes(update_info.dtypes, update_info.shapes),
+            dtype=torch.uint8,
+            device=self.device,
+        )
+        self._group.broadcast(buffer).wait()
+        tensors = unpack(buffer, update_info.names, update_info.dtypes, update_info.shapes)
+        with torch.no_grad(), disable_mtp_completeness_check():
+            self.model.load_weights(tensors)
+
+    def finish_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        if self._group is not None:
+            self._group.leave()
+            self._group = None
+
+    def _roll_back(self) -> None:
+        """Put the former weights back wherever the new ones are not complete."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                # A layer that nothing was loaded into keeps its weights in finalize.
+                info.load_numel = 0
+                info.loaded_weights.clear()
+        finalize_layerwise_reload(self.model, self.model_config)
+
+
+def register() -> None:
+    """Entry point. Once or often in a process, with the same result.
+
+    Raises:
+      RuntimeError: this vLLM lacks what a repair changes; reloads would be silently wrong.
+    """
+    if current_platform.is_cpu():
+        _repack_experts_on_reload()
+        _repack_tied_heads_on_reload()
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, MegarlWeightTransferEngine)
+
+
+def _repack_experts_on_reload() -> None:
+    """vLLM 0.32 on a CPU: after a reload the experts compute with their old weights.
+
+    UnquantizedFusedMoEMethod._setup_kernel packs them for the CPU kernel only while
+    `moe_kernel` is None, that is on the first load; logprobs are 7 to 9 nats off.
+    """
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+        UnquantizedFusedMoEMethod,
+    )
+
+    setup_kernel = _patchable(UnquantizedFusedMoEMethod, "_setup_kernel")
+    if setup_kernel is None:
+        return
+
+    @wraps(setup_kernel)
+    def _setup_kernel(self: Any, layer: Any, w13: torch.Tensor, w2: torch.Tensor) -> None:
+        self.moe_kernel = None
+        setup_kernel(self, layer, w13, w2)
+
+    _patch(UnquantizedFusedMoEMethod, _setup_kernel)
+
+
+def _repack_tied_heads_on_reload() -> None:
+    """vLLM 0.32 on a CPU: after a reload a tied lm_head computes with its old weights.
+
+    It has no tensor of its own in a checkpoint, so nothing rebuilds `cpu_linear`, which holds
+    a packed copy; logprobs are 3 nats off.
+    """
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    finalize = _patchable(layerwise, "finalize_layerwise_processing")
+    if finalize is None:
+        return
+
+    @wraps(finalize)
+    def finalize_layerwise_processing(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        finalize(model, *args, **kwargs)
+        for layer in model.modules():
+            # A weight of no elements was packed and dropped; meta is another stage's layer.
+            if (
+                isinstance(layer, ParallelLMHead)
+                and hasattr(layer, "cpu_linear")
+                and layer.weight.numel()
+                and not layer.weight.is_meta
+            ):
+                dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+
+    _patch(layerwise, finalize_layerwise_processing)
+
+
+def _patchable(owner: Any, name: str) -> Any:
+    """The function `owner.name`, None if it is ours already."""
+    function = getattr(owner, name, None)
+    if function is None:
+        raise RuntimeError(
+            f"megarl: vLLM {vllm.__version__} has no {owner.__name__}.{name}; the repairs of "
+            "weight reloads on a CPU were written for 0.32"
+        )
+    return None if hasattr(function, "_megarl") else function
+
+
+def _patch(owner: Any, function: Any) -> None:
+    function._megarl = True
+    setattr(owner, function.__name__, function)
+
+
+def _shared_nccl_settings(device: torch.device) -> Any:
+    """vLLM sets NCCL variables for its own groups; one shared with the trainer needs none."""
+    if device.type == "cpu":
+        return nullcontext()
+    from vllm.utils.nccl import unpinned_nccl_env
+
+    return unpinned_nccl_env()

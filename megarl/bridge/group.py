@@ -1,0 +1,168 @@
+"""The process group that carries weights: trainer rank 0 and every server worker.
+
+It stands beside torch.distributed's default group, which it neither needs nor touches: a
+server has one of its own. gloo on a CPU, NCCL on a GPU. Rank 0 is the only source. Every wait
+ends; what it ends with names who was awaited. Imports torch only: this file also runs inside
+the servers.
+"""
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+SOURCE_RANK = 0
+_POLL_S = 0.0005
+_MEMBER_POLL_S = 0.02
+
+
+class WeightGroup:
+    """A standing group. Not thread-safe; one operation at a time."""
+
+    def __init__(self, store: dist.TCPStore, group: Any, rank: int, timeout_s: float) -> None:
+        self.rank, self.timeout_s = rank, timeout_s
+        self._store = store  # rank 0's holds the server of the others' connections
+        self._group = group
+
+    def broadcast(self, buffer: Tensor) -> "Transfer":
+        """Start sending (rank 0) or receiving `buffer`, contiguous."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = SOURCE_RANK, 0
+        return Transfer(self, self._group.broadcast([buffer], options), buffer)
+
+    def leave(self) -> None:
+        """Drop the group at once; what is under way fails, here and on the other ranks."""
+        if self._group is None:
+            return
+        if self._group.name() == "nccl":
+            # Also keeps NCCL's watchdog from ending the process over a late operation.
+            self._group.abort()
+        # gloo cannot be interrupted: its destructor waits until what is under way has timed out.
+        last_reference, self._group = [self._group], None
+        threading.Thread(
+            target=last_reference.clear, name="megarl-weight-group-leave", daemon=True
+        ).start()
+
+
+class Transfer:
+    """An operation under way. Keeps its buffer alive."""
+
+    def __init__(self, group: WeightGroup, work: Any, buffer: Tensor) -> None:
+        self._group, self._work, self._buffer = group, work, buffer
+
+    def wait(self) -> None:
+        """Until the buffer has arrived (or, on rank 0, may be overwritten).
+
+        Raises:
+          TimeoutError: not within the group's limit.
+          RuntimeError: a connection broke.
+        """
+        awaited = "rank 0, the trainer" if self._group.rank else "the servers' workers"
+        deadline = time.monotonic() + self._group.timeout_s
+        while not self._work.is_completed():
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"{self._buffer.numel()} bytes of weights: {awaited} did not take part "
+                    f"within {self._group.timeout_s:g} s"
+                )
+            time.sleep(_POLL_S)
+        self._work.wait()  # raises what went wrong; on a GPU orders the stream after NCCL's
+
+
+def listen(address: str, timeout_s: float) -> dist.TCPStore:
+    """Rank 0's meeting point, on a free port (`.port`) of `address` alone."""
+    with socket.socket(_family(address), socket.SOCK_STREAM) as listener:
+        listener.bind((address, 0))
+        listener.listen(socket.SOMAXCONN)
+        port = listener.getsockname()[1]
+        return dist.TCPStore(
+            address,
+            port,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+
+def connect(address: str, port: int, timeout_s: float) -> dist.TCPStore:
+    """The other ranks' way to rank 0's meeting point. RuntimeError if nobody is there."""
+    limit = timedelta(seconds=timeout_s)
+    return dist.TCPStore(address, port, is_master=False, timeout=limit, wait_for_workers=False)
+
+
+def open_group(
+    store: dist.TCPStore,
+    rank: int,
+    world_size: int,
+    device: torch.device | str,
+    timeout_s: float,
+    *,
+    give_up: Callable[[], bool] = lambda: False,
+) -> WeightGroup:
+    """Join; returns when all `world_size` ranks have.
+
+    Args:
+      store: rank 0's `listen`, or `connect` to it.
+      give_up: asked while waiting; True ends the wait.
+
+    Raises:
+      TimeoutError: a rank did not come; names the ranks that are missing.
+    """
+    _meet(store, rank, world_size, timeout_s, give_up)
+    device = torch.device(device)
+    limit = timedelta(seconds=timeout_s)
+    prefixed = dist.PrefixStore("weights", store)
+    if device.type == "cpu":
+        options = dist.ProcessGroupGloo._Options()
+        own = address_towards(store.host, store.port)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
+        options._timeout = limit
+        group = dist.ProcessGroupGloo(prefixed, rank, world_size, options)
+    else:
+        if device.index is None:
+            device = torch.device(device.type, torch.cuda.current_device())
+        options = dist.ProcessGroupNCCL.Options()
+        # Transfer.wait ends first: NCCL's own limit ends the process.
+        options._timeout = 2 * limit
+        group = dist.ProcessGroupNCCL(prefixed, rank, world_size, options)
+        group._set_sequence_number_for_group()
+        group.eager_connect_single_device(device)
+    return WeightGroup(store, group, rank, timeout_s)
+
+
+def address_towards(host: str, port: int) -> str:
+    """This machine's address on the way to `host`; no packet is sent."""
+    family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
+
+
+def _meet(
+    store: dist.TCPStore,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    give_up: Callable[[], bool],
+) -> None:
+    """Until every rank is at the door: a group's own constructor cannot say who is late."""
+    store.set(f"rank{rank}", "here")
+    missing = [i for i in range(world_size) if i != rank]
+    deadline = time.monotonic() + timeout_s
+    while missing := [i for i in missing if not store.check([f"rank{i}"])]:
+        if time.monotonic() > deadline or give_up():
+            raise TimeoutError(
+                f"weight group of {world_size}: ranks {missing} did not join within {timeout_s:g} s"
+            )
+        time.sleep(_MEMBER_POLL_S)

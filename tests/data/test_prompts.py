@@ -1,0 +1,141 @@
+"""Prompt streams, datasets, and the quickstart's task."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from megarl.config.run import DatasetConfig
+from megarl.data.datasets import load_rows
+from megarl.data.prompts import PromptStream
+from megarl.data.quickstart import work_out, works_or_guesses, write_quickstart_model
+from megarl.data.reasoning_gym import dataset_reward, final_number_reward
+from megarl.errors import ConfigError
+
+CHAIN_SUM = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
+QUICKSTART_BASE = Path(__file__).parents[2] / "configs" / "quickstart_base"
+
+
+def make_stream(num_rows=10, batch_size=3, shuffle=True, seed=1):
+    rows = [{"prompt": str(i)} for i in range(num_rows)]
+    return PromptStream(rows, batch_size=batch_size, shuffle=shuffle, seed=seed)
+
+
+def take(stream, count):
+    return [[row["prompt"] for row in next(stream)] for _ in range(count)]
+
+
+def take_flat(stream, count):
+    return [prompt for batch in take(stream, count) for prompt in batch]
+
+
+@given(before=st.integers(0, 12), shuffle=st.booleans())
+def test_a_resumed_stream_goes_on_at_the_exact_row(before, shuffle):
+    stream, resumed = make_stream(shuffle=shuffle), make_stream(shuffle=shuffle)
+    take(stream, before)
+    resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+    assert take(stream, 8) == take(resumed, 8)
+
+
+def test_epochs_hold_each_row_once_in_orders_of_their_own():
+    stream = make_stream(num_rows=9)
+    assert stream.steps_per_epoch == 3
+    epochs = [take_flat(stream, 3) for _ in range(3)]
+    assert all(sorted(epoch) == [str(i) for i in range(9)] for epoch in epochs)
+    assert epochs[0] != epochs[1]
+    assert take(make_stream(num_rows=9, seed=2), 3) != take(make_stream(num_rows=9), 3)
+    assert take_flat(make_stream(num_rows=9, shuffle=False), 3) == [str(i) for i in range(9)]
+
+
+def test_too_few_rows_are_an_error():
+    with pytest.raises(ValueError, match="2 rows do not fill one batch of 3"):
+        make_stream(num_rows=2)
+
+
+def test_generated_rows_are_reproducible_and_exclude_the_held_out():
+    options = {"bare": True, **CHAIN_SUM}
+    held_out = DatasetConfig(path="reasoning_gym:chain_sum", size=300, seed=7, options=options)
+    config = DatasetConfig(
+        path="reasoning_gym:chain_sum", size=2000, seed=3, options=options, exclude=held_out
+    )
+    rows = load_rows(config)
+    asked = {row["prompt"] for row in load_rows(held_out)}
+    assert not asked & {row["prompt"] for row in rows}
+    assert 1500 < len(rows) < 2000
+    assert load_rows(config) == rows
+    first = rows[0]
+    assert eval(first["prompt"].removesuffix(" =")) == int(first["answer"])
+
+
+def test_rows_come_from_jsonl_files(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "b", "answer": "2"}\n')
+    rows = load_rows(DatasetConfig(path=str(path)))
+    assert rows == [
+        {"prompt": "a", "answer": "1", "row_id": 0},
+        {"prompt": "b", "answer": "2", "row_id": 1},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "message"),
+    [
+        ("missing.jsonl", None, "train_dataset.path: missing.jsonl"),
+        ("odd.jsonl", '{"question": "a"}\n', "neither prompt nor messages; it has question"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_named(tmp_path, monkeypatch, path, text, message):
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        Path(path).write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_rows(DatasetConfig(path=path))
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [(" 7 - 5 = 2", 1.0), (" 2", 1.0), (" -2", 0.0), ("", 0.0), (" 2 = 3", 0.0), ("= 02", 1.0)],
+)
+def test_the_last_number_is_what_counts(completion, reward):
+    assert final_number_reward("p", completion, [], [], answer="2", row_id=1) == reward
+
+
+def test_a_generators_own_score():
+    config = DatasetConfig(path="reasoning_gym:chain_sum", size=1, options=CHAIN_SUM)
+    (row,) = load_rows(config)
+    entry = row["entry"]
+    assert dataset_reward("", row["answer"], [], [], entry=entry) == 1.0
+    assert dataset_reward("", "no idea", [], [], entry=entry) < 1.0
+
+
+def test_worked_sums_are_right_and_guesses_are_wrong():
+    assert work_out("3 + 4 - 5 =") == " 7 - 5 = 2"
+    assert work_out("1 - 9 =") == " -8"
+    rows = works_or_guesses(size=400, seed=5, work_share=0.5, max_error=6, **CHAIN_SUM)
+    worked = [row for row in rows if "=" in row["completion"]]
+    assert 150 < len(worked) < 250
+    for row in rows:
+        right = final_number_reward("", row["completion"], [], [], answer=row["answer"])
+        assert right == ("=" in row["completion"])
+
+
+def test_the_shipped_model_folder_is_what_the_code_writes(tmp_path):
+    write_quickstart_model(tmp_path)
+    for path in tmp_path.iterdir():
+        want = json.loads(path.read_text())
+        got = json.loads((QUICKSTART_BASE / path.name).read_text())
+        want.pop("transformers_version", None)
+        got.pop("transformers_version", None)
+        assert got == want, path.name
+
+
+def test_a_token_is_a_character():
+    tokenizer = AutoTokenizer.from_pretrained(QUICKSTART_BASE)
+    text = "3 + 4 - 5 ="
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert len(ids) == len(text)
+    assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
+    assert len(tokenizer) == 16

@@ -1,0 +1,124 @@
+"""metrics.jsonl, TensorBoard, offline W&B, the console, and the last line of a run."""
+
+import json
+
+import pytest
+import yaml
+
+from megarl.config.load import load
+from megarl.config.run import WandbConfig
+from megarl.rollout_head import Evaluation
+from megarl.stats.console import ConsoleReporter
+from megarl.stats.report import RunReporter
+from megarl.stats.sinks import MetricsLogger
+
+
+def make_logger(run_dir, *, tensorboard=False, mode="disabled"):
+    return MetricsLogger(
+        run_dir,
+        tensorboard=tensorboard,
+        wandb=WandbConfig(mode=mode),
+        config={"a": 1},
+        experiment_name="e",
+        trial_name="t",
+    )
+
+
+def rows_of(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_each_row_is_a_whole_line_once_committed(tmp_path):
+    logger = make_logger(tmp_path)
+    logger.commit(1, {"step": 1, "loss": 0.5})
+    assert rows_of(tmp_path) == [{"step": 1, "loss": 0.5}]
+    logger.commit(2, {"step": 2, "loss": float("nan")})
+    logger.close()
+    assert rows_of(tmp_path)[1] == {"step": 2, "loss": None}
+
+
+def test_tensorboard_and_offline_wandb_get_the_same_numbers(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = make_logger(tmp_path, tensorboard=True, mode="offline")
+    logger.commit(3, {"step": 3, "loss": 0.25})
+    logger.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (scalar,) = events.Scalars("loss")
+    assert (scalar.step, scalar.value) == (3, 0.25)
+    assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+
+
+ROW = {"step": 7, "reward": 0.5, "loss": -0.25, "grad_norm": 1.0, "time/step": 2.0}
+
+
+def test_a_log_gets_plain_lines(capsys):
+    console = ConsoleReporter(10, is_tty=False)
+    console.start()
+    console.step(ROW)
+    console.eval({"step": 7, "eval/reward": 0.5, "eval/num_episodes": 4, "eval/response_tokens": 9})
+    console.close()
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "step 7  reward 0.500  loss -0.2500  grad_norm 1.000  s 2.0"
+    assert second == "eval after step 7: reward 0.500 over 4 episodes, 9.0 tokens a response"
+
+
+def test_a_terminal_gets_a_table(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
+    console = ConsoleReporter(10, is_tty=True)
+    console.start()
+    console.step(ROW)
+    console.close()
+    out = capsys.readouterr().out
+    assert "grad_norm" in out
+    assert "0.500" in out
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "run.yaml"
+    minimal = {
+        "experiment_name": "e",
+        "trial_name": "t",
+        "train_dataset": {"path": "rows.jsonl"},
+        "actor": {"path": "model"},
+        "stats_logger": {"tensorboard": False},
+    }
+    path.write_text(yaml.safe_dump(minimal))
+    return load(path)
+
+
+def test_the_last_line_says_what_was_learned(config, tmp_path, capsys):
+    with RunReporter(config, tmp_path, enabled=True) as report:
+        report.start(1)
+        report.evaluation(0, Evaluation(0.25, 5.0, 8))
+        report.step(1, {"reward": 0.3}, {"accepted": 8.0})
+        report.evaluation(1, Evaluation(0.75, 9.0, 8))
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("eval reward 0.25 -> 0.75 in 1 steps (")
+    assert rows_of(tmp_path) == [
+        {
+            "step": 0,
+            "version": 0,
+            "eval/reward": 0.25,
+            "eval/response_tokens": 5.0,
+            "eval/num_episodes": 8,
+        },
+        {"step": 1, "version": 1, "reward": 0.3, "rollout/accepted": 8.0},
+        {
+            "step": 1,
+            "version": 1,
+            "eval/reward": 0.75,
+            "eval/response_tokens": 9.0,
+            "eval/num_episodes": 8,
+        },
+    ]
+
+
+def test_other_ranks_are_silent(config, tmp_path, capsys):
+    with RunReporter(config, tmp_path / "rank1", enabled=False) as report:
+        report.start(1)
+        report.step(1, {"reward": 0.3}, {})
+    assert capsys.readouterr().out == ""
+    assert not (tmp_path / "rank1").exists()

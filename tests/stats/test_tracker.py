@@ -1,0 +1,73 @@
+"""StatsTracker in one process; over ranks: tests/dist/test_stats_over_ranks.py."""
+
+import pytest
+import torch
+
+from megarl.stats.tracker import StatsTracker
+
+
+def test_scalars_are_averaged_under_their_scope():
+    stats = StatsTracker()
+    stats.scalar(loss=1.0)
+    stats.scalar(loss=2.0, reward=5.0)
+    with stats.scope("actor"), stats.scope("optimizer"):
+        stats.scalar(lr=0.5)
+
+    @stats.scope_func_wrapper("wrapped")
+    def record(value):
+        stats.scalar(x=value)
+        return value
+
+    assert record(3.0) == 3.0
+    assert stats.export() == {
+        "loss": 1.5,
+        "reward": 5.0,
+        "actor/optimizer/lr": 0.5,
+        "wrapped/x": 3.0,
+    }
+    assert stats.export() == {}
+
+
+def test_tensor_statistics_are_over_their_denominator():
+    stats = StatsTracker()
+    lengths = torch.tensor([1.0, 2.0, 30.0, torch.nan])
+    correct = torch.tensor([True, True, False, False])
+    stats.denominator(correct=correct, wrong=torch.tensor([False, False, True, False]))
+    stats.stat("correct", length=lengths)
+    stats.stat("wrong", reduce="avg", wrong_length=lengths)
+    stats.stat("wrong", reduce="sum", total=lengths)
+    assert stats.export() == {
+        "correct": 2.0,
+        "wrong": 1.0,
+        "length/avg": 1.5,
+        "length/min": 1.0,
+        "length/max": 2.0,
+        "wrong_length": 30.0,
+        "total": 30.0,
+    }
+
+
+def test_a_denominator_of_nothing_leaves_no_average():
+    stats = StatsTracker()
+    stats.denominator(none=torch.zeros(3, dtype=torch.bool))
+    stats.stat("none", x=torch.ones(3))
+    assert stats.export() == {"none": 0.0}
+
+
+def test_times_add_up_under_one_key():
+    stats = StatsTracker()
+    for _ in range(2):
+        with stats.scope("ignored"), stats.record_timing("train_step"):
+            pass
+    assert list(stats.export()) == ["time/train_step"]
+
+
+def test_wrong_arguments_are_named():
+    stats = StatsTracker()
+    with pytest.raises(ValueError, match="must be bool"):
+        stats.denominator(x=torch.ones(2))
+    with pytest.raises(ValueError, match="no denominator 'missing'"):
+        stats.stat("missing", x=torch.ones(2))
+    stats.denominator(mask=torch.ones(2, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"x \(3,\) and its denominator mask \(2,\)"):
+        stats.stat("mask", x=torch.ones(3))
