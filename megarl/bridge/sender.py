@@ -110,7 +110,7 @@ class BroadcastSender:
 
     def connect(self) -> None:
         """Make the group with every worker. WeightUpdateError names who did not join."""
-        sizes = self._ask("be asked for its size", lambda c: c.world_size(self._timeout_s))
+        sizes = self._ask("say how many workers they have", lambda c: c.world_size(self._timeout_s))
         world_size = 1 + sum(sizes)
         offsets = dict(zip(self._engine.clients, accumulate(sizes, initial=1), strict=False))
         store = listen(_own_address(self._engine.clients), self._timeout_s)

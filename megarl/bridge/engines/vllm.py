@@ -4,7 +4,11 @@
 update is start, any number of buckets, finish. Between start and finish the model's parameters
 are placeholders, so the server must be paused. Whatever happens, the model can compute when
 the update is over: a failed or cancelled update leaves complete layers with new weights and
-the others with old ones. Written against vLLM 0.32.
+the others with old ones.
+
+Written against vLLM 0.32. A server of several workers must be started again after a failed
+update: MultiprocExecutor.collective_rpc reads no further than the first worker that failed, so
+the answer of the next one is taken for that of the next control request.
 """
 
 from contextlib import nullcontext
