@@ -60,7 +60,9 @@ class PPOActor:
         over all replicas, so they do not depend on how rows were spread.
 
         Returns:
-          `reward` (mean before shaping), `no_eos_ratio`, `response_tokens` (mean), the same
+          `reward` (mean before shaping), `no_eos_ratio`, `response_tokens` (mean), staleness,
+          and `prox_behave_gap_max`, the largest difference of a token's logprob between
+          trainer and server: rounding where the server had the trainer's weights. The same
           on every rank.
         """
         config = self.config
@@ -189,13 +191,16 @@ class PPOActor:
             ]
         )
         rows, reward, no_eos, response_tokens, tokens, lag_sum = self._all_reduce(sums).tolist()
-        most_lag = (lag.max() if lag.numel() else torch.tensor(0.0)).to(self.mesh.device)
-        dist.all_reduce(most_lag, op=dist.ReduceOp.MAX, group=self.mesh.dp_group)
+        gap = torch.where(mask, batch["prox_logp"] - batch["behaviour_logp"], 0.0).abs()
+        most_lag = lag.max() if lag.numel() else torch.tensor(0.0)
+        highest = torch.stack([most_lag.float(), gap.max().float()]).to(self.mesh.device)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self.mesh.dp_group)
         return {
             "reward": reward / rows,
             "no_eos_ratio": no_eos / rows,
             "response_tokens": response_tokens / rows,
             "num_tokens": tokens,
             "staleness_mean": lag_sum / max(1.0, response_tokens),
-            "staleness_max": float(most_lag),
+            "staleness_max": float(highest[0]),
+            "prox_behave_gap_max": float(highest[1]),
         }

@@ -86,8 +86,8 @@ def policy_loss(
 
     Returns:
       loss, and metrics: `importance_weight` (mean r), `clip_ratio` and `dual_clip_ratio` (share
-      of tokens whose gradient the clip removed), `kl` (k3 of the current to the proximal
-      policy); decoupled also `behave_weight` (mean w after bounds), `behave_kl`, and
+      of tokens whose gradient the clip removed), `kl` (k3 from the policy that sampled
+      to the current one); decoupled also `behave_weight` (mean w after bounds), `behave_kl`, and
       `behave_masked` (share of tokens dropped).
 
     Raises:
@@ -125,6 +125,9 @@ def policy_loss(
         is_dual_clipped = (advantages < 0) & (per_token > ceiling)
         per_token = torch.where(is_dual_clipped, ceiling, per_token)
 
+    behaviour = torch.where(mask, behaviour_logp.detach().float(), 0.0)
+    sampler = behaviour if decoupled else prox
+
     def mean(x: Tensor) -> Tensor:
         return torch.where(mask, x.detach().float(), 0.0).sum() / num_tokens
 
@@ -132,10 +135,9 @@ def policy_loss(
         "importance_weight": mean(ratio),
         "clip_ratio": mean(is_clipped & ~is_dual_clipped),
         "dual_clip_ratio": mean(is_dual_clipped),
-        "kl": mean(kl_estimate(prox, logp.detach(), "k3")),
+        "kl": mean(kl_estimate(sampler, logp.detach(), "k3")),
     }
     if decoupled:
-        behaviour = torch.where(mask, behaviour_logp.detach().float(), 0.0)
         weight = _behaviour_weight(prox - behaviour, mask, sequences, correction)
         per_token = per_token * weight
         metrics["behave_weight"] = mean(weight)

@@ -1,25 +1,27 @@
 """Rows from reasoning-gym's generators, and the rewards that score them.
 
-Imports reasoning_gym only where it is used: a reward's process should start fast.
+A reward runs in a process of its own, so this module imports nothing slow at its top.
 """
 
 import re
 from functools import cache
 from typing import Any
 
-_NUMBER = re.compile(r"-?\d+")
+_NUMBER = re.compile(r"(?<![\d.])-?\d+(?:\.\d+)?")
 
 
 def generate_rows(
     name: str, *, size: int, seed: int, options: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """`size` rows of reasoning_gym dataset `name`: prompt, answer, and its whole entry.
+    """`size` rows of reasoning-gym's dataset `name`: prompt, answer, and its whole entry.
 
-    The option `bare` (not passed on) makes the prompt what follows the question's last
-    colon, `3 + 4 - 5 =`, for a model that reads no instructions.
+    Args:
+      seed: entry i is made from seed + i, so the rows of two near seeds are mostly the same.
+      options: the generator's own; and `bare`, which makes the prompt what follows the
+        question's last colon, `3 + 4 - 5 =`, for a model that reads no instructions.
 
     Raises:
-      ValueError: the generator refuses an option.
+      ValueError: there is no such dataset, or it refuses an option.
     """
     import reasoning_gym
 
@@ -27,7 +29,7 @@ def generate_rows(
     bare = options.pop("bare", False)
     try:
         dataset = reasoning_gym.create_dataset(name, size=size, seed=seed, **options)
-    except (TypeError, AssertionError) as error:
+    except (TypeError, ValueError, AssertionError) as error:
         raise ValueError(f"reasoning_gym dataset {name!r}: {error}") from error
     rows = []
     for entry in dataset:
@@ -46,9 +48,14 @@ def final_number_reward(
     answer: str,
     **row: Any,
 ) -> float:
-    """1 if the last number of the completion is `answer`, else 0."""
-    numbers = _NUMBER.findall(completion)
-    return float(bool(numbers) and int(numbers[-1]) == int(answer))
+    """1 if the last number after the completion's last `=` equals `answer`, else 0.
+
+    A completion without `=` is read whole; one that ends in `=` has no final number. Commas
+    between digits are dropped, and 2.0 equals 2.
+    """
+    text = re.sub(r"(?<=\d),(?=\d)", "", completion.rpartition("=")[2])
+    numbers = _NUMBER.findall(text)
+    return float(bool(numbers) and float(numbers[-1]) == float(answer))
 
 
 def dataset_reward(
@@ -60,9 +67,8 @@ def dataset_reward(
     entry: dict[str, Any],
     **row: Any,
 ) -> float:
-    """The generator's own score of a completion, in [0, 1]."""
-    score = _scorer(entry["metadata"]["source_dataset"])
-    return float(score(completion, entry))
+    """The generator's own score of a completion against the row's entry, in [0, 1]."""
+    return float(_scorer(entry["metadata"]["source_dataset"])(completion.strip(), entry))
 
 
 @cache

@@ -1,4 +1,8 @@
-"""Where metrics go: metrics.jsonl always, TensorBoard and W&B by config."""
+"""Where metrics go: metrics.jsonl always, TensorBoard and W&B by config.
+
+A row is whole in metrics.jsonl once `commit` returns, so a reader beside the run, and one after
+a crash, sees complete lines of valid JSON.
+"""
 
 import importlib.util
 import json
@@ -19,7 +23,16 @@ def check_wandb(config: WandbConfig) -> None:
 
 
 class MetricsLogger:
-    """One row a step: an object a line in RUN_DIR/metrics.jsonl, scalars elsewhere."""
+    """One object a line in RUN_DIR/metrics.jsonl, and the same numbers to the other sinks.
+
+    An older metrics.jsonl is gone on with, not replaced: a resumed run is one file.
+
+    Args:
+      config: what W&B shows as the run's settings.
+
+    Raises:
+      ConfigError: see `check_wandb`.
+    """
 
     def __init__(
         self,
@@ -31,15 +44,16 @@ class MetricsLogger:
         experiment_name: str,
         trial_name: str,
     ) -> None:
+        check_wandb(wandb)
         run_dir.mkdir(parents=True, exist_ok=True)
-        # Line-buffered: a line is whole in the file once `commit` returns.
-        self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
+        # Unbuffered: each line is one write, which O_APPEND puts at the end as a whole.
+        self._file = (run_dir / "metrics.jsonl").open("ab", buffering=0)
         self._tensorboard = self._wandb = None
         if tensorboard:
+            # Brings torch along, so only here: the launcher imports this module too.
             from torch.utils.tensorboard.writer import SummaryWriter
 
             self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"))
-        check_wandb(wandb)
         if wandb.mode != "disabled":
             import wandb as package
 
@@ -56,10 +70,10 @@ class MetricsLogger:
     def commit(self, step: int, row: dict[str, float]) -> None:
         """Write one row. What is not finite is null in the file: nan is not JSON."""
         clean = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            key: value if isinstance(value, int) or math.isfinite(value) else None
             for key, value in row.items()
         }
-        self._file.write(json.dumps(clean) + "\n")
+        self._file.write(f"{json.dumps(clean)}\n".encode())
         if self._tensorboard is not None:
             for key, value in row.items():
                 if key != "step":

@@ -1,13 +1,14 @@
 """Statistics of a step: recorded anywhere, exported once, exact over ranks.
 
 An average is kept as a sum and a count, and both are summed over ranks, so it is the average
-over all elements whatever each rank held. Times are the slowest rank's.
+over all elements whatever each rank held. Seconds are the slowest rank's.
 """
 
 import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Literal, ParamSpec, TypeVar
 
 import torch
@@ -19,16 +20,37 @@ R = TypeVar("R")
 Reduce = Literal["avg", "sum", "min", "max"]
 
 
+@dataclass
+class _Value:
+    """One key. `count` is used by averages only; "time" adds up here, is a max over ranks."""
+
+    kind: Literal["avg", "sum", "min", "max", "time"]
+    value: float
+    count: float = 0.0
+
+    def add(self, other: "_Value") -> None:
+        """Take in another value of this rank."""
+        if self.kind in ("min", "max"):
+            self.value = (min if self.kind == "min" else max)(self.value, other.value)
+        else:
+            self.value += other.value
+            self.count += other.count
+
+    def merge(self, other: "_Value") -> None:
+        """Take in another rank's value."""
+        if self.kind == "time":
+            self.value = max(self.value, other.value)
+        else:
+            self.add(other)
+
+
 class StatsTracker:
     """Collects until `export`. Not shared between threads."""
 
     def __init__(self) -> None:
         self._scopes: list[str] = []
         self._masks: dict[str, Tensor] = {}
-        self._sums: dict[str, float] = {}
-        self._counts: dict[str, float] = {}
-        self._lowest: dict[str, float] = {}
-        self._highest: dict[str, float] = {}
+        self._values: dict[str, _Value] = {}
 
     # ------------------------------------------------------------------ recording
 
@@ -54,15 +76,10 @@ class StatsTracker:
 
         return decorate
 
-    def _key(self, name: str) -> str:
-        return "/".join([*self._scopes, name])
-
     def scalar(self, **values: float) -> None:
         """Average of the values given under one key."""
         for name, value in values.items():
-            key = self._key(name)
-            self._sums[key] = self._sums.get(key, 0.0) + float(value)
-            self._counts[key] = self._counts.get(key, 0.0) + 1.0
+            self._record(self._key(name), _Value("avg", float(value), 1.0))
 
     def denominator(self, **masks: Tensor) -> None:
         """Bool masks that `stat` names; each is also recorded as its number of True."""
@@ -71,12 +88,13 @@ class StatsTracker:
                 raise ValueError(f"denominator {name} must be bool, got {mask.dtype}")
             key = self._key(name)
             self._masks[key] = mask
-            self._sums[key] = self._sums.get(key, 0.0) + float(mask.sum())
+            self._record(key, _Value("sum", float(mask.sum())))
 
     def stat(self, denominator: str, reduce: Reduce | None = None, **tensors: Tensor) -> None:
         """Statistics of the elements where the mask `denominator` is True.
 
         One of average, sum, min, max; all of avg, min and max (as `KEY/avg`, ...) if None.
+        The mask is the latest of that name in this scope.
 
         Raises:
           ValueError: there is no such mask in this scope, or its shape differs.
@@ -90,20 +108,13 @@ class StatsTracker:
                     f"{name} {tuple(tensor.shape)} and its denominator {denominator} "
                     f"{tuple(mask.shape)} differ"
                 )
-            key, chosen = self._key(name), tensor[mask].double()
-            wanted = [reduce] if reduce else ["avg", "min", "max"]
-            for kind in wanted:
-                self._add(key if reduce else f"{key}/{kind}", kind, chosen)
-
-    def _add(self, key: str, kind: str, chosen: Tensor) -> None:
-        if kind in ("avg", "sum"):
-            self._sums[key] = self._sums.get(key, 0.0) + float(chosen.sum())
-        if kind == "avg":
-            self._counts[key] = self._counts.get(key, 0.0) + chosen.numel()
-        if kind == "min" and chosen.numel():
-            self._lowest[key] = min(self._lowest.get(key, float("inf")), float(chosen.min()))
-        if kind == "max" and chosen.numel():
-            self._highest[key] = max(self._highest.get(key, -float("inf")), float(chosen.max()))
+            chosen = tensor[mask].double()
+            key = self._key(name)
+            if reduce is not None:
+                self._record_elements(key, reduce, chosen)
+            else:
+                for kind in ("avg", "min", "max"):
+                    self._record_elements(f"{key}/{kind}", kind, chosen)
 
     @contextmanager
     def record_timing(self, name: str) -> Iterator[None]:
@@ -112,42 +123,58 @@ class StatsTracker:
         try:
             yield
         finally:
-            key = f"time/{name}"
-            self._highest[key] = self._highest.get(key, 0.0) + time.perf_counter() - start
+            self._record(f"time/{name}", _Value("time", time.perf_counter() - start))
+
+    def _key(self, name: str) -> str:
+        return "/".join([*self._scopes, name])
+
+    def _record_elements(self, key: str, kind: Reduce, chosen: Tensor) -> None:
+        if kind in ("avg", "sum"):
+            self._record(key, _Value(kind, float(chosen.sum()), float(chosen.numel())))
+        elif chosen.numel():
+            extreme = chosen.min() if kind == "min" else chosen.max()
+            self._record(key, _Value(kind, float(extreme)))
+
+    def _record(self, key: str, new: _Value) -> None:
+        held = self._values.setdefault(key, new)
+        if held.kind != new.kind:
+            raise ValueError(f"{key} was recorded as {held.kind} before, now as {new.kind}")
+        if held is not new:
+            held.add(new)
 
     # ------------------------------------------------------------------ export
 
-    def export(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
-        """Everything recorded since the last export, reduced over `group` (a gloo group).
+    def export(self, reduce_group: dist.ProcessGroup | None = None) -> dict[str, float]:
+        """Everything recorded since the last export, in the order of its keys; then clear.
 
-        A rank without a key adds nothing to it. Averages of nothing are left out.
+        Args:
+          reduce_group: reduce over its ranks, which all must call; a gloo group. None is this
+            rank alone.
+
+        Returns:
+          The same on every rank. A rank without a key adds nothing to it; an average over
+          no elements at all is left out.
+
+        Raises:
+          ValueError: ranks recorded a key as different kinds.
         """
-        parts = [self._sums, self._counts, self._lowest, self._highest]
-        if group is not None and dist.get_world_size(group) > 1:
-            gathered: list[list[dict[str, float]]] = [parts] * dist.get_world_size(group)
-            dist.all_gather_object(gathered, parts, group=group)
-        else:
-            gathered = [parts]
-        sums, counts = _merge(gathered, 0, sum), _merge(gathered, 1, sum)
-        out = {}
-        for key, total in sums.items():
-            if key not in counts:
-                out[key] = total
-            elif counts[key]:
-                out[key] = total / counts[key]
-        out |= _merge(gathered, 2, min) | _merge(gathered, 3, max)
-        self.__init__()  # type: ignore[misc]
-        return out
-
-
-def _merge(
-    gathered: list[list[dict[str, float]]], part: int, combine: Callable[[list[float]], float]
-) -> dict[str, float]:
-    values: dict[str, list[float]] = {}
-    for parts in gathered:
-        for key, value in parts[part].items():
-            values.setdefault(key, []).append(value)
-    return {key: combine(found) for key, found in values.items()}
+        gathered = [self._values]
+        if reduce_group is not None:
+            gathered = [{}] * dist.get_world_size(reduce_group)
+            dist.all_gather_object(gathered, self._values, group=reduce_group)
+        merged: dict[str, _Value] = {}
+        for key, value in (item for values in gathered for item in values.items()):
+            held = merged.setdefault(key, value)
+            if held.kind != value.kind:
+                raise ValueError(f"{key} is {held.kind} on one rank and {value.kind} on another")
+            if held is not value:
+                held.merge(value)
+        self._values, self._masks = {}, {}
+        return {
+            key: value.value / value.count if value.kind == "avg" else value.value
+            for key, value in sorted(merged.items())
+            if value.kind != "avg" or value.count
+        }
 
 
 _default = StatsTracker()

@@ -55,6 +55,19 @@ def test_too_few_rows_are_an_error():
         make_stream(num_rows=2)
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_rows": 11}, "num_rows 11 cannot go on where one with num_rows 10"),
+        ({"seed": 2}, "seed 2 cannot go on where one with seed 1"),
+        ({"shuffle": False}, "shuffle 0 cannot go on where one with shuffle 1"),
+    ],
+)
+def test_a_state_of_other_rows_is_refused(changed, message):
+    with pytest.raises(ValueError, match=message):
+        make_stream(**changed).load_state_dict(make_stream().state_dict())
+
+
 def test_generated_rows_are_reproducible_and_exclude_the_held_out():
     options = {"bare": True, **CHAIN_SUM}
     held_out = DatasetConfig(path="reasoning_gym:chain_sum", size=300, seed=7, options=options)
@@ -84,7 +97,9 @@ def test_rows_come_from_jsonl_files(tmp_path):
     ("path", "text", "message"),
     [
         ("missing.jsonl", None, "train_dataset.path: missing.jsonl"),
-        ("odd.jsonl", '{"question": "a"}\n', "neither prompt nor messages; it has question"),
+        ("odd.jsonl", '{"question": "a"}\n', "row 0 of odd.jsonl lacks prompt or messages; it"),
+        ("bad.jsonl", '{"prompt": "a"}\nnot json\n', "train_dataset.path: bad.jsonl: JSON parse"),
+        ("empty.jsonl", "", "train_dataset.path: empty.jsonl"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_named(tmp_path, monkeypatch, path, text, message):

@@ -1,5 +1,7 @@
 """Averages are over all elements of all ranks; a rank without a key adds nothing."""
 
+import time
+
 import torch
 import torch.distributed as dist
 
@@ -28,3 +30,36 @@ def test_export_over_two_ranks(ranks):
         "x/max": 9.0,
     }
     assert ranks(2).run(record) == [want, want]
+
+
+def record_time():
+    clock = iter([0.0, 1.0 + 2 * dist.get_rank()])
+    real, time.perf_counter = time.perf_counter, lambda: next(clock)
+    stats = StatsTracker()
+    try:
+        with stats.record_timing("train_step"):
+            pass
+    finally:
+        time.perf_counter = real
+    return stats.export(dist.group.WORLD)
+
+
+def test_times_are_the_slowest_ranks(ranks):
+    assert ranks(2).run(record_time) == [{"time/train_step": 3.0}] * 2
+
+
+def record_as_different_kinds():
+    stats = StatsTracker()
+    if dist.get_rank() == 0:
+        stats.scalar(x=1.0)
+    else:
+        stats.denominator(x=torch.ones(2, dtype=torch.bool))
+    try:
+        stats.export(dist.group.WORLD)
+    except ValueError as error:
+        return str(error)
+
+
+def test_ranks_that_disagree_on_a_key_are_told(ranks):
+    want = "x is avg on one rank and sum on another"
+    assert ranks(2).run(record_as_different_kinds) == [want, want]

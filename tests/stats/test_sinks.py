@@ -7,10 +7,11 @@ import yaml
 
 from megarl.config.load import load
 from megarl.config.run import WandbConfig
+from megarl.errors import ConfigError
 from megarl.rollout_head import Evaluation
 from megarl.stats.console import ConsoleReporter
 from megarl.stats.report import RunReporter
-from megarl.stats.sinks import MetricsLogger
+from megarl.stats.sinks import MetricsLogger, check_wandb
 
 
 def make_logger(run_dir, *, tensorboard=False, mode="disabled"):
@@ -32,9 +33,25 @@ def test_each_row_is_a_whole_line_once_committed(tmp_path):
     logger = make_logger(tmp_path)
     logger.commit(1, {"step": 1, "loss": 0.5})
     assert rows_of(tmp_path) == [{"step": 1, "loss": 0.5}]
-    logger.commit(2, {"step": 2, "loss": float("nan")})
+    logger.commit(2, {"step": 2, "loss": float("nan"), "kl": float("inf")})
     logger.close()
-    assert rows_of(tmp_path)[1] == {"step": 2, "loss": None}
+    assert rows_of(tmp_path)[1] == {"step": 2, "loss": None, "kl": None}
+
+
+def test_a_resumed_run_goes_on_with_its_file(tmp_path):
+    for step in (1, 2):
+        logger = make_logger(tmp_path)
+        logger.commit(step, {"step": step})
+        logger.close()
+    assert rows_of(tmp_path) == [{"step": 1}, {"step": 2}]
+
+
+def test_a_missing_wandb_is_found_before_the_run(monkeypatch, tmp_path):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"stats_logger\.wandb\.mode: offline needs .* wandb"):
+        make_logger(tmp_path / "run", mode="offline")
+    assert not (tmp_path / "run").exists()
+    check_wandb(WandbConfig(mode="disabled"))
 
 
 def test_tensorboard_and_offline_wandb_get_the_same_numbers(tmp_path):
@@ -50,7 +67,14 @@ def test_tensorboard_and_offline_wandb_get_the_same_numbers(tmp_path):
     assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
 
 
-ROW = {"step": 7, "reward": 0.5, "loss": -0.25, "grad_norm": 1.0, "time/step": 2.0}
+ROW = {
+    "step": 7,
+    "reward": 0.5,
+    "loss": -0.25,
+    "grad_norm": 1.0,
+    "time/rollout": 1.5,
+    "time/train_step": 0.5,
+}
 
 
 def test_a_log_gets_plain_lines(capsys):
@@ -60,7 +84,7 @@ def test_a_log_gets_plain_lines(capsys):
     console.eval({"step": 7, "eval/reward": 0.5, "eval/num_episodes": 4, "eval/response_tokens": 9})
     console.close()
     first, second = capsys.readouterr().out.splitlines()
-    assert first == "step 7  reward 0.500  loss -0.2500  grad_norm 1.000  s 2.0"
+    assert first == "step 7/10  reward 0.500  loss -0.2500  grad_norm 1.000  s 2.0"
     assert second == "eval after step 7: reward 0.500 over 4 episodes, 9.0 tokens a response"
 
 
@@ -69,10 +93,15 @@ def test_a_terminal_gets_a_table(capsys, monkeypatch):
     console = ConsoleReporter(10, is_tty=True)
     console.start()
     console.step(ROW)
+    console.message("[a line]")
     console.close()
     out = capsys.readouterr().out
-    assert "grad_norm" in out
+    heading = next(line for line in out.splitlines() if "grad_norm" in line)
+    assert "reward" in heading
+    assert "entropy" not in heading  # the row has none
     assert "0.500" in out
+    assert "7/10" in out
+    assert "[a line]" in out  # brackets are text, not rich's markup
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megarl.stats import tracker
 from megarl.stats.tracker import StatsTracker
 
 
@@ -54,12 +55,33 @@ def test_a_denominator_of_nothing_leaves_no_average():
     assert stats.export() == {"none": 0.0}
 
 
-def test_times_add_up_under_one_key():
+def test_times_add_up_under_one_key(monkeypatch):
+    clock = iter([1.0, 3.5, 10.0, 10.25])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     stats = StatsTracker()
     for _ in range(2):
         with stats.scope("ignored"), stats.record_timing("train_step"):
             pass
-    assert list(stats.export()) == ["time/train_step"]
+    assert stats.export() == {"time/train_step": 2.75}
+
+
+def test_values_of_several_calls_become_one():
+    stats = StatsTracker()
+    for values in ([1.0, 5.0], [3.0]):
+        tensor = torch.tensor(values)
+        stats.denominator(all=torch.ones(len(values), dtype=torch.bool))
+        for kind in ("avg", "sum", "min", "max"):
+            stats.stat("all", reduce=kind, **{kind: tensor})
+    assert stats.export() == {"all": 3.0, "avg": 3.0, "sum": 9.0, "min": 1.0, "max": 5.0}
+
+
+def test_export_inside_a_scope_keeps_the_scope():
+    stats = StatsTracker()
+    with stats.scope("outer"):
+        stats.scalar(x=1.0)
+        assert stats.export() == {"outer/x": 1.0}
+        stats.scalar(x=2.0)
+    assert stats.export() == {"outer/x": 2.0}
 
 
 def test_wrong_arguments_are_named():
@@ -71,3 +93,11 @@ def test_wrong_arguments_are_named():
     stats.denominator(mask=torch.ones(2, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"x \(3,\) and its denominator mask \(2,\)"):
         stats.stat("mask", x=torch.ones(3))
+    with pytest.raises(ValueError, match="mask was recorded as sum before, now as avg"):
+        stats.scalar(mask=1.0)
+
+
+def test_the_module_has_a_tracker_of_its_own():
+    with tracker.scope("a"):
+        tracker.scalar(x=1.0)
+    assert tracker.export() == {"a/x": 1.0}

@@ -1,0 +1,130 @@
+"""Whole runs of the quickstart's config: real Megatron-Core ranks, a real vLLM server.
+
+Not covered: that it learns within the quickstart's steps, which takes minutes; see README.
+"""
+
+import itertools
+import os
+import signal
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from whole_runs import REPOSITORY, Run
+
+from megarl.config.load import load
+
+pytestmark = [pytest.mark.e2e, pytest.mark.server]
+
+SYNCHRONOUS = [
+    "rollout.max_head_offpolicyness=0",
+    "gconfig.seed=5",
+    "total_train_steps=2",
+    "valid_dataset.size=32",
+    "train_dataset.batch_size=16",
+    "actor.mb_spec.max_tokens_per_mb=1024",
+]
+
+
+@pytest.fixture(scope="module")
+def tp2_run(tmp_path_factory):
+    run = Run("train", *SYNCHRONOUS, "saver.freq_steps=1", root=tmp_path_factory.mktemp("tp2"))
+    assert run.wait() == 0, run.text()
+    return run
+
+
+def test_a_run_leaves_what_the_readme_says_and_nothing_else(tp2_run):
+    tp2_run.assert_nothing_is_left()
+    assert tp2_run.text().splitlines()[-1].startswith("eval reward 0.")
+    assert load(tp2_run.folder / "config.yaml").rollout.max_head_offpolicyness == 0
+    first, second = tp2_run.steps()
+    promised = {
+        *("reward", "loss", "grad_norm", "kl", "clip_ratio", "entropy", "num_tokens"),
+        *("staleness_mean", "staleness_max"),
+        *("time/rollout", "time/train_step", "time/update_weights"),
+    }
+    assert promised <= set(first)
+    assert [row["version"] for row in (first, second)] == [1, 2]
+    evaluations = [row for row in tp2_run.rows() if "eval/reward" in row]
+    assert [row["step"] for row in evaluations] == [0, 2]
+    assert list((tp2_run.folder / "tensorboard").iterdir())
+    assert first["staleness_max"] == second["staleness_max"] == 0
+
+
+def test_trainer_and_server_agree_on_logprobs_after_every_push(tp2_run):
+    for row in tp2_run.steps():
+        # float32 on both sides, sums in other orders: 1e-4 nats is some 100 roundings.
+        assert row["prox_behave_gap_max"] < 1e-4
+
+
+def test_checkpoints_are_hf_folders_of_each_version(tp2_run):
+    base = AutoModelForCausalLM.from_pretrained(REPOSITORY / "configs" / "quickstart_base")
+    versions = [
+        AutoModelForCausalLM.from_pretrained(tp2_run.folder / "checkpoints" / name)
+        for name in ("step_1", "step_2", "final")
+    ]
+    moved = [base, *versions]
+    gaps = [
+        max((a - b).abs().max().item() for a, b in zip(x.parameters(), y.parameters(), strict=True))
+        for x, y in itertools.pairwise(moved)
+    ]
+    assert gaps[0] > 0
+    assert gaps[1] > 0
+    assert gaps[2] == 0
+    with torch.no_grad():
+        assert versions[2](torch.tensor([[3, 13, 10]])).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("layout", [["actor.parallel.pp=2"], []], ids=["pp2", "dp2"])
+def test_other_layouts_have_the_same_first_step(tp2_run, tmp_path, layout):
+    """Same data, synchronous: the loss of the first step to 1e-5."""
+    short = [*SYNCHRONOUS, "total_train_steps=1", "evaluator.at_start=false"]
+    run = Run("train", *short, "actor.parallel.tp=1", *layout, root=tmp_path)
+    assert run.wait() == 0, run.text()
+    got, want = run.steps()[0], tp2_run.steps()[0]
+    assert got["reward"] == want["reward"]
+    assert got["num_tokens"] == want["num_tokens"]
+    assert got["loss"] == pytest.approx(want["loss"], abs=1e-5)
+    assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
+
+
+ENDLESS = ["total_train_steps=1000", "evaluator.at_start=false", "train_dataset.batch_size=8"]
+
+
+@pytest.mark.parametrize("how", ["Ctrl-C", "kill -9 of the launcher", "a server that dies"])
+def test_no_process_is_left(tmp_path, how):
+    run = Run("train", *ENDLESS, root=tmp_path)
+    run.wait_for_step()
+    before = run.processes()
+    servers = [pid for pid, command in before.items() if "EngineCore" in command]
+    assert servers, before
+    assert sum("megarl.train" in command for command in before.values()) >= 2
+    if how == "Ctrl-C":
+        run.process.send_signal(signal.SIGINT)
+        assert run.wait() == 130
+    elif how == "kill -9 of the launcher":
+        run.process.kill()
+        assert run.wait() == -signal.SIGKILL
+    else:
+        os.kill(servers[0], signal.SIGKILL)
+        assert run.wait() not in (0, 130)
+        assert "server 0 ended" in run.text()
+    run.assert_nothing_is_left()
+
+
+def test_eval_scores_a_checkpoint(tp2_run, tmp_path):
+    checkpoint = tp2_run.folder / "checkpoints" / "final"
+    run = Run("eval", "valid_dataset.size=32", f"--checkpoint={checkpoint}", root=tmp_path)
+    assert run.wait() == 0, run.text()
+    run.assert_nothing_is_left()
+    last = run.text().splitlines()[-1]
+    assert "over 32 episodes" in last
+    assert 0.1 < float(last.split()[2]) < 0.9
+
+
+def test_a_mistake_is_one_line_before_any_process(tmp_path):
+    run = Run("train", "actor.parallel.tp=4", "actor.world_size=4", root=tmp_path)
+    assert run.wait() == 2
+    (line,) = run.text().splitlines()
+    assert "actor.parallel.tp: 4 does not divide num_key_value_heads 2" in line
+    assert not run.folder.exists()
