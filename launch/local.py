@@ -49,6 +49,9 @@ def run(config: GRPOConfig | SFTConfig, program: Program, *, overwrite: bool = F
         )
     used: Literal["keep", "empty", "refuse"] = "empty" if overwrite else "refuse"
     run_dir = config.run_dir
+    goes_on = (run_dir / "recover" / "latest").is_file() and config.recover.mode == "auto"
+    if goes_on and not overwrite:
+        used = "keep"
     if program == "evaluate":
         used, run_dir = "keep", run_dir / "eval"
     machine = placement.this_machine(os.environ)

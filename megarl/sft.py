@@ -13,6 +13,7 @@ from megarl.actor.checkpoint import Checkpointer
 from megarl.actor.engine import MegatronEngine, TokenOutputs
 from megarl.actor.micro_batch import Batch
 from megarl.actor.policy import shift
+from megarl.actor.recover import Recovery
 from megarl.actor.scatter import scatter_batch
 from megarl.algorithms.losses import sft_loss
 from megarl.config.load import load
@@ -39,9 +40,11 @@ def train(config: SFTConfig, run_dir: Path, mesh: Mesh) -> None:
     steps = config.total_train_steps or config.total_train_epochs * prompts.steps_per_epoch
     engine = MegatronEngine(config.actor, mesh, total_steps=steps)
     checkpoints = Checkpointer(config, run_dir, engine, prompts.steps_per_epoch)
+    recovery = Recovery(config, run_dir, engine, prompts.steps_per_epoch)
     with RunReporter(config, run_dir, enabled=mesh.rank == 0) as report:
-        report.start(steps)
-        for step in range(1, steps + 1):
+        first = recovery.restore(prompts)
+        report.start(steps, after=first)
+        for step in range(first + 1, steps + 1):
             with stats.record_timing("data"):
                 whole = tokenize(next(prompts), tokenizer) if mesh.rank == 0 else None
                 batch = scatter_batch(whole, mesh, n_minibatches=1, seed=config.seed)
@@ -50,6 +53,7 @@ def train(config: SFTConfig, run_dir: Path, mesh: Mesh) -> None:
                 engine.step_lr_scheduler()
             with stats.record_timing("save"):
                 checkpoints.after_step(step, last=step == steps)
+                recovery.after_step(step, prompts)
             report.step(step, stats.export(mesh.cpu_group), {})
 
 

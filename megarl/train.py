@@ -25,6 +25,7 @@ from megarl.actor.checkpoint import Checkpointer, Frequency
 from megarl.actor.coordinator import DistRolloutCoordinator, open_rollout, total_steps
 from megarl.actor.engine import MegatronEngine
 from megarl.actor.policy import PPOActor
+from megarl.actor.recover import Recovery
 from megarl.bridge.sender import WeightSender
 from megarl.config.load import load
 from megarl.config.run import BaseExperimentConfig, GRPOConfig
@@ -50,15 +51,21 @@ def train(config: GRPOConfig, run_dir: Path, addresses: list[str], mesh: Mesh) -
         ref = MegatronEngine(config.ref, mesh) if config.ref else None
         coordinator = DistRolloutCoordinator(config, head, mesh)
         checkpoints = Checkpointer(config, run_dir, engine, steps_per_epoch)
+        recovery = Recovery(config, run_dir, engine, steps_per_epoch)
         evaluations = Frequency(config.evaluator, steps_per_epoch)
         sender = head.make_sender() if head else None
+        if sender is not None:
+            sender.connect()
 
-        report.start(steps)
-        push_weights(engine, head, sender, version=0)
-        if head and config.evaluator.at_start:
+        prompts = head.prompts if head else None
+        first = recovery.restore(prompts, head)
+        coordinator.num_batches = first
+        report.start(steps, after=first)
+        push_weights(engine, head, sender, version=first)
+        if head and config.evaluator.at_start and first == 0:
             report.evaluation(0, head.evaluate())
 
-        for step in range(1, steps + 1):
+        for step in range(first + 1, steps + 1):
             with stats.record_timing("rollout"):
                 batch, pool_stats = coordinator.prepare_batch()
             if ref is not None:
@@ -76,6 +83,7 @@ def train(config: GRPOConfig, run_dir: Path, addresses: list[str], mesh: Mesh) -
                 push_weights(engine, head, sender, version=step)
             with stats.record_timing("save"):
                 checkpoints.after_step(step, last=step == steps)
+                recovery.after_step(step, prompts, head)
             report.step(step, stats.export(mesh.cpu_group), pool_stats)
             is_last_eval = step == steps and config.evaluator.at_end
             if head and (evaluations.due(step) or is_last_eval):
@@ -90,8 +98,6 @@ def push_weights(
     """The engine's weights into every server, as `version`. Collective over the world."""
     if head is not None and sender is not None:
         head.engine.pause()
-        if version == 0:
-            sender.connect()
         sender.push(engine.export, version)
         head.engine.set_version(version)
         head.engine.resume()

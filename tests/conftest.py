@@ -4,7 +4,6 @@ from tiny_server import REQUEST_TIMEOUT_S, LoopThread, running_server
 
 from megarl.rollout.client import ServerClient
 
-
 # A loaded machine is slow, and a timing is not a test.
 hypothesis.settings.register_profile("suite", deadline=None)
 hypothesis.settings.load_profile("suite")

@@ -39,7 +39,8 @@ class DistRolloutCoordinator:
 
     def __init__(self, config: GRPOConfig, head: RolloutHead | None, mesh: Mesh) -> None:
         self.config, self.head, self.mesh = config, head, mesh
-        self._num_batches = 0
+        self.num_batches = 0
+        """Batches handed out; a run that goes on sets it."""
 
     def prepare_batch(self) -> tuple[Batch, dict[str, float]]:
         """This replica's rows of the next batch, and the pool's counts (rank 0 only).
@@ -52,8 +53,8 @@ class DistRolloutCoordinator:
             head = self.head
             batch = head.engine.prepare_batch(head.prompts, head.workflow, head.should_accept)
             stats = self.head.engine.export_stats()
-        seed = self.config.seed + self._num_batches
-        self._num_batches += 1
+        seed = self.config.seed + self.num_batches
+        self.num_batches += 1
         minibatches = self.config.actor.ppo_n_minibatches
         return scatter_batch(batch, self.mesh, n_minibatches=minibatches, seed=seed), stats
 

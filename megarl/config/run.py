@@ -56,6 +56,14 @@ class FrequencyConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RecoverConfig(FrequencyConfig):
+    """Training states; the same command started again goes on after the newest one."""
+
+    mode: Literal["auto", "disabled"] = "auto"
+    """disabled: an earlier state in the run folder is an earlier trial."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluatorConfig(FrequencyConfig):
     at_start: bool = True
     """Evaluate version 0, before any training."""
@@ -90,7 +98,7 @@ class BaseExperimentConfig:
     valid_dataset: DatasetConfig | None = None
     saver: FrequencyConfig = field(default_factory=FrequencyConfig)
     """HF exports, for users of the model."""
-    recover: FrequencyConfig = field(default_factory=FrequencyConfig)
+    recover: RecoverConfig = field(default_factory=RecoverConfig)
     """Checkpoints with the optimizer's state, for going on with the run."""
     evaluator: EvaluatorConfig = field(default_factory=EvaluatorConfig)
     stats_logger: StatsLoggerConfig = field(default_factory=StatsLoggerConfig)

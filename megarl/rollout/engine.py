@@ -203,6 +203,16 @@ class RemoteInferenceEngine:
 
         self._call(advance)
 
+    def recover(self, version: int) -> None:
+        """Count as a run that has consumed `version` batches. Before the first submission."""
+        self._version = version
+        self._call(self.executor.staleness.on_version_recovered, version)
+
+    def pending_rows(self) -> list[Row]:
+        """Rows submitted and not yet in a batch, in order of submission."""
+        rows: list[Row] = self._call(self.executor.pending_rows)
+        return rows
+
     def pause(self) -> None:
         """Start no more episodes."""
         self._call(self.executor.pause)

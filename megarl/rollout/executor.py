@@ -65,6 +65,8 @@ class WorkflowExecutor:
         self._queue: deque[Task] = deque()
         self._episodes: set[asyncio.Task[None]] = set()
         self._results: dict[int, Trajectory] = {}
+        self._rows: dict[int, Row] = {}
+        """Of training episodes from submission until they are taken or rejected."""
         self._arrived = asyncio.Event()
         self._next_task_id = 0
         self._paused = False
@@ -80,6 +82,7 @@ class WorkflowExecutor:
         """Queue an episode; it starts when the staleness bound allows. Returns its task id."""
         task = Task(self._take_id(), data, workflow, should_accept)
         self._queue.append(task)
+        self._rows[task.task_id] = data
         self.staleness.on_submitted()
         self.admit()
         return task.task_id
@@ -100,6 +103,10 @@ class WorkflowExecutor:
         for _ in range(min(room, len(self._queue))):
             self.staleness.on_started()
             self._start(self._queue.popleft())
+
+    def pending_rows(self) -> list[Row]:
+        """The rows of what `num_pending` counts, in order of submission."""
+        return [self._rows[task_id] for task_id in sorted(self._rows)]
 
     @property
     def num_pending(self) -> int:
@@ -129,6 +136,7 @@ class WorkflowExecutor:
         trajectory = await self._attempt(task)
         if trajectory is None:
             self.staleness.on_rejected()
+            del self._rows[task.task_id]
             return
         self.staleness.on_accepted()
         self._results[task.task_id] = trajectory
@@ -197,6 +205,8 @@ class WorkflowExecutor:
         """The oldest `count` accepted episodes, in order of submission, as one batch."""
         taken = sorted(self._results)[:count]
         assert len(taken) == count, f"{len(taken)} episodes are ready, not {count}"
+        for task_id in taken:
+            del self._rows[task_id]
         return _batch([self._results.pop(task_id) for task_id in taken])
 
     async def an_episode_ended(self) -> None:

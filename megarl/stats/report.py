@@ -30,6 +30,7 @@ class RunReporter:
         self.enabled = enabled
         self._config, self._run_dir = config, run_dir
         self._evaluations: list[float] = []
+        self._console: ConsoleReporter | None = None
         self._steps_done = 0
         self._start_s = time.monotonic()
 
@@ -49,7 +50,8 @@ class RunReporter:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if not self.enabled:
             return
-        self._console.close()
+        if self._console is not None:
+            self._console.close()
         self._sink.close()
         if kind is None and self._evaluations:
             seconds = time.monotonic() - self._start_s
@@ -59,14 +61,26 @@ class RunReporter:
                 flush=True,
             )
 
-    def start(self, total_steps: int) -> None:
-        if self.enabled:
-            self._console = ConsoleReporter(total_steps)
-            self._console.start()
+    def start(self, total_steps: int, *, after: int = 0) -> None:
+        """Begin to show steps.
+
+        Args:
+          after: the step that a run goes on after; rows of later steps, which are run again,
+            leave metrics.jsonl.
+        """
+        if not self.enabled:
+            return
+        kept = self._sink.keep_until(after)
+        self._evaluations = [row["eval/reward"] for row in kept if "eval/reward" in row]
+        self._steps_done = after
+        self._console = ConsoleReporter(total_steps)
+        self._console.start()
+        if after:
+            self._console.message(f"going on after step {after}")
 
     def step(self, step: int, stats: dict[str, float], pool_stats: dict[str, float]) -> None:
         """One training step; `version` is that of the weights it made."""
-        if not self.enabled:
+        if self._console is None:
             return
         self._steps_done = step
         row = {"step": step, "version": step, **stats}
@@ -75,7 +89,7 @@ class RunReporter:
         self._console.step(row)
 
     def evaluation(self, step: int, result: EvaluationLike) -> None:
-        if not self.enabled:
+        if self._console is None:
             return
         self._evaluations.append(result.reward)
         row = {

@@ -47,7 +47,8 @@ class MetricsLogger:
         check_wandb(wandb)
         run_dir.mkdir(parents=True, exist_ok=True)
         # Unbuffered: each line is one write, which O_APPEND puts at the end as a whole.
-        self._file = (run_dir / "metrics.jsonl").open("ab", buffering=0)
+        self._path = run_dir / "metrics.jsonl"
+        self._file = self._path.open("ab", buffering=0)
         self._tensorboard = self._wandb = None
         if tensorboard:
             # Brings torch along, so only here: the launcher imports this module too.
@@ -66,6 +67,20 @@ class MetricsLogger:
                 dir=str(run_dir),
                 config=config,
             )
+
+    def keep_until(self, step: int) -> list[dict[str, Any]]:
+        """Drop the rows after `step`, which a run that goes on writes again; the others."""
+        lines = self._path.read_text(encoding="utf-8").splitlines()
+        # A machine that went down may have left a part of a line at the end.
+        whole = [json.loads(line) for line in lines if line.endswith("}")]
+        kept = [row for row in whole if row["step"] <= step]
+        if len(kept) < len(lines):
+            partial = self._path.with_suffix(".partial")
+            partial.write_text("".join(f"{json.dumps(row)}\n" for row in kept), encoding="utf-8")
+            partial.rename(self._path)
+            self._file.close()
+            self._file = self._path.open("ab", buffering=0)
+        return kept
 
     def commit(self, step: int, row: dict[str, float]) -> None:
         """Write one row. What is not finite is null in the file: nan is not JSON."""

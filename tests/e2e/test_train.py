@@ -88,6 +88,22 @@ def test_other_layouts_have_the_same_first_step(tp2_run, tmp_path, layout):
     assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
 
 
+def test_a_killed_run_goes_on_with_the_same_numbers(tp2_run, tmp_path):
+    first = Run("train", *SYNCHRONOUS, "recover.freq_steps=1", root=tmp_path)
+    first.wait_for_step()
+    first.process.kill()
+    first.wait()
+    first.assert_nothing_is_left()
+    again = Run("train", *SYNCHRONOUS, "recover.freq_steps=1", root=tmp_path)
+    assert again.wait() == 0, again.text()
+    assert "going on after step" in again.text()
+    got = again.steps()
+    assert [row["step"] for row in got] == [1, 2]
+    for row, want in zip(got, tp2_run.steps(), strict=True):
+        for key in ("reward", "loss", "grad_norm", "entropy", "num_tokens", "lr"):
+            assert row[key] == want[key], key
+
+
 ENDLESS = ["total_train_steps=1000", "evaluator.at_start=false", "train_dataset.batch_size=8"]
 
 

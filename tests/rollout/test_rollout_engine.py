@@ -233,6 +233,19 @@ def test_a_malformed_trajectory_is_named(make_engine):
         engine.prepare_batch(Rows(1), WrongShape())
 
 
+def test_what_was_on_its_way_is_known_and_can_be_run_again(make_engine):
+    engine = make_engine(batch_size=2, max_head_offpolicyness=0)
+    rows = Rows(2)
+    engine.prepare_batch(rows, Echo())
+    pending = engine.pending_rows()
+    assert [row["value"] for row in pending] == [2, 3]
+    again = make_engine(batch_size=2, max_head_offpolicyness=0)
+    again.recover(1)
+    for row in pending:
+        again.submit(row, Echo())
+    assert again.prepare_batch(rows, Echo())["rewards"].tolist() == [2, 3]
+
+
 class InContext(Echo):
     async def arun_episode(self, engine, data):
         context = workflow_context.get()

@@ -54,6 +54,22 @@ def test_a_missing_wandb_is_found_before_the_run(monkeypatch, tmp_path):
     check_wandb(WandbConfig(mode="disabled"))
 
 
+def test_rows_after_the_step_a_run_goes_on_from_are_dropped(tmp_path):
+    logger = make_logger(tmp_path)
+    for step in (1, 2, 3):
+        logger.commit(step, {"step": step})
+    assert logger.keep_until(2) == [{"step": 1}, {"step": 2}]
+    logger.commit(3, {"step": 3, "again": 1})
+    logger.close()
+    assert rows_of(tmp_path) == [{"step": 1}, {"step": 2}, {"step": 3, "again": 1}]
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    again = make_logger(tmp_path)
+    assert len(again.keep_until(9)) == 3
+    again.close()
+    assert rows_of(tmp_path)[-1] == {"step": 3, "again": 1}
+
+
 def test_tensorboard_and_offline_wandb_get_the_same_numbers(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
