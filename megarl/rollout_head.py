@@ -92,6 +92,8 @@ class RolloutHead:
     def start(self) -> None:
         """Wait for every server, then run the pool's loop."""
         self.engine.initialize()
+        # The servers hold no weights of ours: the first push lets episodes start.
+        self.engine.pause()
 
         async def all_healthy() -> None:
             async with asyncio.TaskGroup() as tasks:

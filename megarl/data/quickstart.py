@@ -3,7 +3,9 @@
     prompt "3 + 4 - 5 ="     worked out " 7 - 5 = 2"     guessed " 4"
 
 The base model is fine-tuned on both kinds of completion, so it can do sums and often does
-not bother. What RL has to teach is the choice: work it out, every time.
+not bother. What RL has to teach is the choice: work it out, every time. A guess is never
+right, so the base's reward is close to the share of sums it works out. There are 4,000
+distinct prompts.
 """
 
 import random
@@ -23,17 +25,20 @@ def works_or_guesses(
     """Rows with prompt and completion: worked out with probability `work_share`, else a guess.
 
     Args:
+      work_share: in [0, 1].
       max_error: a guess is wrong by 1 to this much, never right.
-      chain_sum: options of reasoning_gym's chain_sum.
+      chain_sum: options of reasoning-gym's chain_sum.
     """
     rng = random.Random(seed)
-    rows = generate_rows("chain_sum", size=size, seed=seed, options={"bare": True, **chain_sum})
-    for row in rows:
+    rows = []
+    options = {"bare": True, **chain_sum}
+    for row in generate_rows("chain_sum", size=size, seed=seed, options=options):
         if rng.random() < work_share:
-            row["completion"] = work_out(row["prompt"])
+            completion = work_out(row["prompt"])
         else:
             error = rng.choice([-1, 1]) * rng.randint(1, max_error)
-            row["completion"] = f" {int(row['answer']) + error}"
+            completion = f" {int(row['answer']) + error}"
+        rows.append({"prompt": row["prompt"], "completion": completion, "answer": row["answer"]})
     return rows
 
 
