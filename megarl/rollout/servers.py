@@ -102,6 +102,9 @@ def _on_cpu(
         *("--kv-cache-memory-bytes", str(vllm.cpu_kvcache_gib << 30)),
         # Compiling takes minutes and wins nothing for models that a CPU can serve.
         "--enforce-eager",
+        # A seeded request whose prompt is cut into chunks ends the engine of vLLM 0.32 on a CPU:
+        # "RuntimeError: CPU Generator does not use offset".
+        "--no-enable-chunked-prefill",
     ]
     env = {
         # The default binds each worker to a NUMA node and reserves a core: it refuses tp 2 on

@@ -63,6 +63,7 @@ def test_on_a_cpu(tp, pp, alone):
         cpu_threads=2,
     )
     assert "--enforce-eager" in made.argv
+    assert "--no-enable-chunked-prefill" in made.argv
     assert "--gpu-memory-utilization" not in made.argv
     assert value_of(made.argv, "--kv-cache-memory-bytes") == str(3 << 30)
     assert value_of(made.argv, "--tensor-parallel-size") == str(tp)
