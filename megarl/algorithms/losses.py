@@ -115,16 +115,9 @@ def policy_loss(
         log_ratio = torch.where(mask, sequences.mean(log_ratio), 0.0)
         advantages = torch.where(mask, sequences.mean(advantages), 0.0)
     ratio = log_ratio.exp()
-    plain = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - eps_clip_low, 1 + eps_clip_high)
-    per_token = torch.maximum(plain, clipped)
-    is_clipped = clipped > plain
-    is_dual_clipped = torch.zeros_like(is_clipped)
-    if c_clip is not None:
-        ceiling = -c_clip * advantages
-        is_dual_clipped = (advantages < 0) & (per_token > ceiling)
-        per_token = torch.where(is_dual_clipped, ceiling, per_token)
-
+    per_token, is_clipped, is_dual_clipped = _clipped_surrogate(
+        ratio, advantages, eps_clip_low, eps_clip_high, c_clip
+    )
     behaviour = torch.where(mask, behaviour_logp.detach().float(), 0.0)
     sampler = behaviour if decoupled else prox
 
@@ -133,7 +126,7 @@ def policy_loss(
 
     metrics = {
         "importance_weight": mean(ratio),
-        "clip_ratio": mean(is_clipped & ~is_dual_clipped),
+        "clip_ratio": mean(is_clipped),
         "dual_clip_ratio": mean(is_dual_clipped),
         "kl": mean(kl_estimate(sampler, logp.detach(), "k3")),
     }
@@ -162,6 +155,21 @@ def sft_loss(logp: Tensor, mask: Tensor, *, num_tokens: Tensor) -> LossOutput:
     """
     _check(logp, mask)
     return LossOutput(-torch.where(mask, logp.float(), 0.0).sum() / num_tokens, {})
+
+
+def _clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, eps_low: float, eps_high: float, c_clip: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """L_t, and where the clip and the dual clip took its gradient; each [T]."""
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - eps_low, 1 + eps_high)
+    per_token, is_clipped = torch.maximum(plain, clipped), clipped > plain
+    if c_clip is None:
+        return per_token, is_clipped, torch.zeros_like(is_clipped)
+    ceiling = -c_clip * advantages
+    is_dual_clipped = (advantages < 0) & (per_token > ceiling)
+    per_token = torch.where(is_dual_clipped, ceiling, per_token)
+    return per_token, is_clipped & ~is_dual_clipped, is_dual_clipped
 
 
 class _Sequences:

@@ -302,6 +302,11 @@ class TrainEngineConfig:
 
     def __post_init__(self) -> None:
         _above_zero(self, "temperature")
+        is_sgd = self.optimizer is not None and self.optimizer.type == "sgd"
+        _require(
+            not (is_sgd and self.use_distributed_optimizer),
+            "use_distributed_optimizer: true shards adam's state only, optimizer.type is sgd",
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,13 @@ from tiny_models import VOCAB, save_tiny_hf
 from megarl import parallel as mesh_module
 from megarl.actor.checkpoint import save_hf
 from megarl.actor.engine import MegatronEngine
-from megarl.config.schema import MicroBatchSpec, OptimizerConfig, ParallelConfig, TrainEngineConfig
+from megarl.config.schema import (
+    MicroBatchSpec,
+    OptimizerConfig,
+    ParallelConfig,
+    RecomputeConfig,
+    TrainEngineConfig,
+)
 from megarl.errors import NonFiniteError
 
 STEPS = 4
@@ -52,14 +58,12 @@ def nll(outputs):
 
 def make_engine(folder, parallel, *, total_steps=STEPS, **options):
     mesh = mesh_module.initialize(parallel, seed=1)
-    config = TrainEngineConfig(
-        path=str(folder),
-        dtype="float32",
-        parallel=parallel,
-        mb_spec=MicroBatchSpec(max_tokens_per_mb=24),
-        optimizer=OPTIMIZER,
-        **options,
-    )
+    defaults = {
+        "dtype": "float32",
+        "mb_spec": MicroBatchSpec(max_tokens_per_mb=24),
+        "optimizer": OPTIMIZER,
+    }
+    config = TrainEngineConfig(path=str(folder), parallel=parallel, **{**defaults, **options})
     return MegatronEngine(config, mesh, total_steps=total_steps)
 
 
@@ -135,6 +139,53 @@ def test_steps_equal_torch_adamw(ranks, trained, layout):
         # Adam's first steps move an entry by about lr whatever the gradient's size, so an
         # entry whose gradient is rounding noise may move either way: a share of lr.
         assert (weights[name] - want).abs().max() < 1e-2 * 0.2, name
+
+
+def one_step(folder, parallel, options):
+    engine = make_engine(folder, parallel, **options)
+    try:
+        batch = rows_of(make_batch(0), engine.mesh)
+        num_tokens = int(batch["mask"].sum())
+        metrics = engine.train_batch(batch, nll, keys=("mask",), num_tokens=num_tokens)
+        return metrics, {tensor.dtype for _, tensor in engine.export}
+    finally:
+        mesh_module.destroy()
+
+
+# What changes how a step is computed must not change what it computes.
+OPTIONS = {
+    "recompute-full": {"recompute": RecomputeConfig(granularity="full")},
+    "recompute-selective": {"recompute": RecomputeConfig(granularity="selective")},
+    "overlap-grad-reduce": {"overlap_grad_reduce": True},
+    "one-micro-batch": {"mb_spec": MicroBatchSpec()},
+    "karmarkar-karp": {"mb_spec": MicroBatchSpec(max_tokens_per_mb=24, packing="kk")},
+    "sgd": {
+        "optimizer": OptimizerConfig(type="sgd", lr=1e-2, gradient_clipping=0.5),
+        "use_distributed_optimizer": False,
+    },
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("parallel", [ParallelConfig(tp=2), ParallelConfig(pp=2)], ids=["tp", "pp"])
+def test_options_change_no_number(ranks, trained, name, parallel):
+    folder, (reference, _) = trained
+    for metrics, _ in ranks(2).run(one_step, str(folder), parallel, OPTIONS[name]):
+        assert metrics["loss"] == pytest.approx(reference[0]["loss"], rel=1e-5)
+        assert metrics["grad_norm"] == pytest.approx(reference[0]["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(tp=2), ParallelConfig(pp=2)], ids=["tp", "pp"])
+def test_bfloat16_tracks_float32(ranks, trained, parallel):
+    folder, (reference, _) = trained
+    options = {"dtype": "bfloat16"}
+    for rank, (metrics, dtypes) in enumerate(
+        ranks(2).run(one_step, str(folder), parallel, options)
+    ):
+        # 8 bits of mantissa through 4 layers.
+        assert metrics["loss"] == pytest.approx(reference[0]["loss"], rel=2e-2)
+        assert metrics["grad_norm"] == pytest.approx(reference[0]["grad_norm"], rel=0.1)
+        assert dtypes == ({torch.bfloat16} if rank == 0 else set())
 
 
 def train_on_infinity(folder, parallel):

@@ -1,5 +1,7 @@
 """A real vLLM server answers what the payloads ask for."""
 
+import asyncio
+
 import pytest
 from tiny_server import byte_tokenizer, generate
 
@@ -26,6 +28,23 @@ def test_a_seed_repeats_a_sample(vllm_loop):
     first, second = (ask(vllm_loop, 24, seed=7, ignore_eos=True) for _ in range(2))
     assert first.tokens == second.tokens
     assert ask(vllm_loop, 24, seed=8, ignore_eos=True).tokens != first.tokens
+
+
+def test_seeded_prompts_of_more_tokens_than_a_step_takes_do_not_end_the_engine(vllm_loop):
+    """vLLM 0.32 schedules 2048 tokens a step, and on a CPU cannot rewind a cut prompt's seed."""
+
+    async def all_at_once():
+        async with asyncio.TaskGroup() as tasks:
+            asked = []
+            for seed in range(60):
+                gconfig = GenerationHyperparameters(seed=seed)
+                request = ModelRequest(input_ids=[*PROMPT * 6, seed])
+                asked.append(vllm_loop.clients[0].generate(*generate_payload(request, gconfig, 2)))
+            answers = [tasks.create_task(one) for one in asked]
+        return [parse_generate(task.result()) for task in answers]
+
+    assert len(PROMPT) * 6 * 60 > 2048
+    assert all(chunk.tokens for chunk in vllm_loop.run(all_at_once()))
 
 
 def test_greedy_is_the_same_every_time(vllm_loop):
