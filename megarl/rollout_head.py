@@ -78,10 +78,10 @@ class RolloutHead:
         self.eval_workflow = self._workflow(eval_gconfig)
 
     def _workflow(self, gconfig: Any) -> RolloutWorkflow:
-        # Servers know the stop tokens of their own model; the trainer's tokenizer decides here.
-        stop = list(gconfig.stop_token_ids)
-        if self.tokenizer.eos_token_id is not None and self.tokenizer.eos_token_id not in stop:
-            stop.append(self.tokenizer.eos_token_id)
+        # A server stops at its own model's end token; the run's tokenizer has a say as well.
+        stop, eos = list(gconfig.stop_token_ids), self.tokenizer.eos_token_id
+        if eos is not None and eos not in stop and not gconfig.ignore_eos:
+            stop.append(eos)
         return load_workflow(
             self.config.rollout.workflow,
             reward_fn=self.rewards,
@@ -103,6 +103,7 @@ class RolloutHead:
                     )
 
         self.engine.run(all_healthy(), timeout_s=self.config.rollout.setup_timeout_s + 60)
+        self.engine.start_health_watch()
 
     def make_sender(self) -> WeightSender:
         update = self.config.weight_update
@@ -131,5 +132,7 @@ class RolloutHead:
         )
 
     def close(self) -> None:
-        self.engine.run(self.rewards.close(), timeout_s=60.0)
-        self.engine.destroy()
+        try:
+            self.engine.run(self.rewards.close(), timeout_s=60.0)
+        finally:
+            self.engine.destroy()

@@ -11,7 +11,7 @@ B  sequences     S  padded length, padding on the right
     group_ids       [B]    int64    samples of one episode share it
     no_eos          [B]    bool     cut by the length limit
 
-A workflow may add columns; all of [B, S] are padded alike.
+A workflow may add columns of [B] or [B, S, ...]; all of the latter are padded alike.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,8 @@ def concat_padded(parts: Sequence[Mapping[str, Tensor]]) -> Trajectory:
     """One batch of all rows of `parts`, in order, padded to the longest.
 
     Raises:
-      ValueError: nothing is given, or the parts' columns differ.
+      ValueError: nothing is given, the parts' columns differ, or one is neither [B] nor
+        [B, S, ...] of its part's input_ids.
     """
     if not parts:
         raise ValueError("no trajectory to concatenate")
@@ -46,6 +47,12 @@ def concat_padded(parts: Sequence[Mapping[str, Tensor]]) -> Trajectory:
         odd = sorted(set(part) ^ set(parts[0]))
         if odd:
             raise ValueError(f"trajectories differ in their columns: {', '.join(odd)}")
+        size = part["input_ids"].shape
+        for key, column in part.items():
+            if not column.ndim or column.shape[:2] != size[: column.ndim]:
+                raise ValueError(
+                    f"column {key} is {tuple(column.shape)} beside input_ids {tuple(size)}"
+                )
     width = max(part["input_ids"].shape[1] for part in parts)
     out = {}
     for key in parts[0]:

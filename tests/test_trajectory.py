@@ -29,3 +29,5 @@ def test_odd_columns_are_named():
         concat_padded([row(2, 5), {**row(2, 5), "values": torch.zeros(1, 2)}])
     with pytest.raises(ValueError, match="no trajectory"):
         concat_padded([])
+    with pytest.raises(ValueError, match=r"column values is \(1, 3\) beside input_ids \(1, 2\)"):
+        concat_padded([{**row(2, 5), "values": torch.zeros(1, 3)}, {**row(4, 6), "values": 1}])

@@ -43,12 +43,12 @@ def gae(
         )
     num_rows, width = mask.shape
     rewards, values = rewards.float(), values.float()
-    last = torch.where(mask, torch.arange(width), -1).amax(dim=1)
+    last = torch.where(mask, torch.arange(width, device=mask.device), -1).amax(dim=1)
     cut_state = (last + 1).clamp(max=width - 1)
     bootstrap = values.gather(1, cut_state[:, None])[:, 0]
     next_value = torch.where(no_eos & (last + 1 < width), bootstrap, 0.0)
-    next_advantage = torch.zeros(num_rows)
-    advantages = torch.zeros(mask.shape)
+    next_advantage = rewards.new_zeros(num_rows)
+    advantages = torch.zeros_like(rewards)
     for t in reversed(range(width)):
         counts = mask[:, t]
         delta = rewards[:, t] + gamma * next_value - values[:, t]

@@ -8,7 +8,8 @@ With d = log p(x) - log q(x), x drawn from p (Schulman 2020, "Approximating KL d
 
 As a LOSS, differentiated through log p: k1's gradient is that of log p(x), whose expectation
 is 0 (it only adds noise); k2's is an unbiased gradient of KL(p || q); k3's is that of
-KL(q || p). As a REWARD, undifferentiated, k1 and k3 are unbiased.
+KL(q || p). As a REWARD, undifferentiated, k1 and k3 are unbiased. Where the clamp below
+holds, every gradient is 0.
 """
 
 from typing import Literal
@@ -41,6 +42,8 @@ def kl_estimate(logp: Tensor, base_logp: Tensor, kind: Estimator) -> Tensor:
     elif kind == "k2":
         value = gap.square() / 2
     elif kind == "k3":
+        # Past the clamp at 10 already; exp of more overflows, and 0 * inf in backward is nan.
+        gap = gap.clamp(min=-2 * _BOUND)
         value = torch.expm1(-gap) + gap
     else:
         raise ValueError(f"kind must be k1, k2 or k3, got {kind!r}")

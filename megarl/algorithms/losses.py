@@ -39,6 +39,10 @@ class Correction:
     upper: float = 5.0
     lower: float | None = None
 
+    def __post_init__(self) -> None:
+        if self.action == "clamp" and self.metric != "ratio":
+            raise ValueError(f"clamp bounds the ratio itself, not metric {self.metric!r}")
+
 
 def policy_loss(
     logp: Tensor,
@@ -70,7 +74,8 @@ def policy_loss(
     The gradient flows into `logp` only. w always multiplies a decoupled loss; `correction`
     only bounds it: a masked token adds nothing but still counts in N. Not decoupled, the
     proximal policy is the anchor and `behaviour_logp` is not used. A sequence-level ratio
-    uses A's mean over the sequence's masked tokens.
+    uses A's mean over the sequence's masked tokens. r is not clamped in silence: a gap over
+    88 nats overflows it, and the caller's finite check stops the run.
 
     Args:
       logp: [T] float, nats. Policy being trained.

@@ -33,11 +33,13 @@ def normalize(
         std^2  = sum_j (x_j - m)^2 / (n - 1)          biased: / n
 
     over the masked entries j of i's group, or of the batch; m is the plain mean of the std's
-    level. Equal values give exactly 0. A member alone in its group has mean itself (0 with
-    leave-one-out, as nothing else is known) and std 0.
+    level. Where there is no spread (one member, or equal ones) nothing is divided: eps keeps
+    a small spread from exploding, and alone it would multiply by 1 / eps. A member alone has
+    mean itself, so it becomes 0; with leave-one-out its mean is 0, as nothing else is known.
+    Equal values become exactly 0: a float64 sum of equal float32 values does not round.
 
     Args:
-      x: any shape, float.
+      x: any shape, float32.
       mask: shape of x, bool. Values under False are never used, so they may be nan.
       group_ids: shape of x, int64 in [0, num_groups).
       num_groups: over all replicas.
@@ -64,7 +66,8 @@ def normalize(
     stats = _Statistics(values, mask, group_ids, num_groups, reduce)
     centred = values - stats.means(mean_level, leave1out=mean_leave1out)
     if std_level != "none":
-        centred = centred / (stats.stds(std_level, unbiased=std_unbiased) + eps)
+        std = stats.stds(std_level, unbiased=std_unbiased)
+        centred = centred / torch.where(std > 0, std + eps, 1.0)
     return torch.where(mask, centred, 0.0).float()
 
 
@@ -86,7 +89,7 @@ class _Statistics:
 
     def _by_group(self, x: Tensor) -> Tensor:
         """[num_groups] sums of the masked entries of x."""
-        sums = torch.zeros(self._num_groups, dtype=torch.float64)
+        sums = self._values.new_zeros(self._num_groups)
         return sums.index_add(0, self._ids[self._mask], x[self._mask])
 
     def _at_level(self, level: Level) -> tuple[Tensor, Tensor]:
@@ -97,7 +100,7 @@ class _Statistics:
 
     def means(self, level: Level, *, leave1out: bool) -> Tensor:
         if level == "none":
-            return torch.zeros((), dtype=torch.float64)
+            return self._values.new_zeros(())
         count, total = self._at_level(level)
         if leave1out:
             return (total - self._values) / (count - 1).clamp(min=1)

@@ -88,7 +88,7 @@ def token_rewards(
 
     Source: Ouyang et al. 2022, arXiv:2203.02155 eq. 2.
     """
-    out = torch.zeros(mask.shape, dtype=torch.float32)
+    out = torch.zeros(mask.shape, device=mask.device)
     if kl_ctl > 0:
         if ref_logp is None:
             raise ValueError(f"kl_ctl {kl_ctl} needs ref_logp")
@@ -99,7 +99,7 @@ def token_rewards(
     outcome = rewards.float()
     if mask_no_eos_with_zero:
         outcome = torch.where(no_eos, 0.0, outcome)
-    steps = torch.arange(mask.shape[1])
+    steps = torch.arange(mask.shape[1], device=mask.device)
     last = torch.where(mask, steps, -1).amax(dim=1)
     rows = (last >= 0).nonzero()[:, 0]
     out[rows, last[rows]] += outcome[rows]

@@ -4,11 +4,12 @@ Everything works on a list of lengths and returns lists of indices into it; each
 in exactly one list. Deterministic: ties are broken by index.
 """
 
+import bisect
 import heapq
 import itertools
 import random
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 
 def pack(
@@ -22,8 +23,9 @@ def pack(
     """Bins of at most `max_tokens` tokens.
 
     ffd is first-fit decreasing, which needs at most 11/9 of the fewest bins + 1 (Dosa 2007).
-    kk spreads the tokens evenly over as few bins as first-fit decreasing needs, and more
-    where an even spread would overflow one.
+    kk spreads the tokens evenly over as many bins, or gives the bins of ffd where an even
+    spread would overflow one. So both give the same number of bins: what first-fit
+    decreasing needs or `min_bins`, whichever is more, rounded up to `divisor`.
 
     Args:
       max_tokens: None is no bound.
@@ -45,17 +47,11 @@ def pack(
     count = -(-count // divisor) * divisor
     if count > len(lengths):
         raise ValueError(f"{len(lengths)} sequences cannot fill {count} micro-batches")
-    if method == "ffd":
-        return _split_largest(bins, lengths, count)
-    while True:
-        bins = partition(lengths, count)
-        most = max(sum(lengths[i] for i in rows) for rows in bins)
-        if max_tokens is None or most <= max_tokens or count + divisor > len(lengths):
-            break
-        count += divisor
-    if max_tokens is not None and most > max_tokens:
-        return _split_largest(_first_fit_decreasing(lengths, max_tokens), lengths, count)
-    return bins
+    if method == "kk":
+        even = partition(lengths, count)
+        if max_tokens is None or max(sum(lengths[i] for i in rows) for rows in even) <= max_tokens:
+            return even
+    return _split_largest(bins, lengths, count)
 
 
 def _first_fit_decreasing(lengths: Sequence[int], max_tokens: int | None) -> list[list[int]]:
@@ -102,30 +98,58 @@ def partition(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
     """`num_bins` lists with about equal sums, none empty where there are enough items.
 
     The largest differencing method of Karmarkar and Karp (1982): merge the two partial
-    partitions that differ most, heaviest bin with lightest. O(n b log(n b)).
+    partitions that differ most, heaviest bin with lightest. Sums end at most the largest
+    item apart.
+
+    Raises:
+      ValueError: num_bins < 1.
     """
     if num_bins < 1:
         raise ValueError(f"num_bins must be >= 1, got {num_bins}")
-    if not lengths:
-        return [[] for _ in range(num_bins)]
-    # A partial partition: (-spread, tie, bins), bins = [(sum, count, rows)] heaviest first.
-    # The number of rows joins the sum's comparison, so that items of length 0 spread as well.
     ticket = itertools.count()
-    heap = []
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        bins = [(lengths[i], 1, [i])] + [(0, 0, [])] * (num_bins - 1)
-        heap.append((-lengths[i], next(ticket), bins))
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    heap = [(-lengths[i], next(ticket), [_Bin(-lengths[i], -1, i, [i])]) for i in order]
     heapq.heapify(heap)
     while len(heap) > 1:
         _, _, heavy = heapq.heappop(heap)
         _, _, light = heapq.heappop(heap)
-        merged = [
-            (a[0] + b[0], a[1] + b[1], a[2] + b[2])
-            for a, b in zip(heavy, reversed(light), strict=True)
-        ]
-        merged.sort(key=lambda item: (-item[0], -item[1], item[2][:1]))
-        heapq.heappush(heap, (merged[-1][0] - merged[0][0], next(ticket), merged))
-    return _no_empty_bin([sorted(rows) for _, _, rows in heap[0][2]], lengths)
+        merged = _merge(heavy, light, num_bins)
+        lightest = merged[-1].minus_sum if len(merged) == num_bins else 0
+        heapq.heappush(heap, (merged[0].minus_sum - lightest, next(ticket), merged))
+    bins = [sorted(held.rows) for held in heap[0][2]] if heap else []
+    return _no_empty_bin(bins + [[] for _ in range(num_bins - len(bins))], lengths)
+
+
+class _Bin(NamedTuple):
+    """Sorts heaviest first; then by number of rows, so that items of length 0 spread as well."""
+
+    minus_sum: int
+    minus_count: int
+    first: int  # a row of it: no two bins of a partition compare equal
+    rows: list[int]
+
+
+def _merge(a: list[_Bin], b: list[_Bin], num_bins: int) -> list[_Bin]:
+    """Pair the heaviest bins of one with the lightest of the other; both are used up.
+
+    A partition holds its non-empty bins only: most have few, and a list of `num_bins` for
+    each item would be n * b of them.
+    """
+    if len(a) < len(b):
+        a, b = b, a
+    # Bins of `b` pair with the last ones of `a`, the heaviest with the lightest; where `a` has
+    # none left, they stay as they are.
+    paired = max(0, len(a) + len(b) - num_bins)
+    changed = b[: len(b) - paired]
+    for mine, other in zip(a[len(a) - paired :], reversed(b[len(b) - paired :]), strict=True):
+        large, small = sorted((mine, other), key=lambda held: held.minus_count)
+        large.rows.extend(small.rows)
+        total = mine.minus_sum + other.minus_sum
+        changed.append(_Bin(total, -len(large.rows), large.first, large.rows))
+    del a[len(a) - paired :]
+    for held in changed:
+        bisect.insort(a, held)
+    return a
 
 
 def _no_empty_bin(bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:

@@ -54,19 +54,21 @@ def work_out(prompt: str) -> str:
 
 
 def write_quickstart_model(folder: Path) -> None:
-    """The HF folder of the base model without weights: config and character tokenizer."""
+    """The HF folder of the base model without weights: config and character tokenizer.
+
+    A character outside of CHARACTERS is an error in the tokenizer, not an unknown token.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config
 
     vocabulary = {token: i for i, token in enumerate([*CHARACTERS, PAD, EOS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer = Tokenizer(models.WordLevel(vocabulary))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=EOS,
-        unk_token=PAD,
         model_max_length=128,
         clean_up_tokenization_spaces=False,
     )

@@ -6,6 +6,7 @@ on: whatever was submitted is admitted as versions advance.
 """
 
 import asyncio
+import concurrent.futures
 import logging
 import threading
 import time
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from megarl.config.schema import InferenceEngineConfig
-from megarl.errors import EngineTimeout
+from megarl.errors import EngineError, EngineTimeout
 from megarl.rollout.api import AcceptFn, ModelRequest, ModelResponse, RolloutWorkflow, Row
 from megarl.rollout.backends import vllm
 from megarl.rollout.client import PauseMode, ServerClient
@@ -29,6 +30,9 @@ T = TypeVar("T")
 _STICKY_REQUESTS = 16384
 """Request ids whose server is remembered."""
 _CONTROL_TIMEOUT_S = 120.0
+HEALTH_INTERVAL_S = 5.0
+UNHEALTHY_LIMIT_S = 30.0
+"""A server without one good answer to /health for so long is dead."""
 
 
 class Prompts(Protocol):
@@ -63,6 +67,7 @@ class RemoteInferenceEngine:
         self._version = 0
         self._outstanding = dict.fromkeys(range(len(clients)), 0)
         self._server_of: OrderedDict[str, int] = OrderedDict()
+        self._dead: EngineError | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
@@ -85,6 +90,7 @@ class RemoteInferenceEngine:
         self._stop = asyncio.Event()
         self._generating = asyncio.Event()
         self._generating.set()
+        self._health_watch: asyncio.Task[None] | None = None
         staleness = StalenessManager(
             self.config.max_concurrent_rollouts or self.batch_size,
             self.batch_size,
@@ -93,6 +99,8 @@ class RemoteInferenceEngine:
         self.executor = WorkflowExecutor(self, staleness, dump_dir=self._dump_dir)
         started.set()
         await self._stop.wait()
+        if self._health_watch is not None:
+            self._health_watch.cancel()
         await self.executor.close()
         for client in self.clients:
             await client.close()
@@ -101,14 +109,40 @@ class RemoteInferenceEngine:
         """The result of `coro`, run on the loop. EngineTimeout after `timeout_s`."""
         assert self._loop is not None, "initialize() comes first"
         future = asyncio.run_coroutine_threadsafe(coro, self._loop)
-        try:
-            return future.result(timeout_s)
-        except TimeoutError as error:
-            if future.done():  # the coroutine's own TimeoutError
-                raise
-            future.cancel()
-            name = getattr(coro, "__qualname__", "a coroutine")
-            raise EngineTimeout(f"{name}: not done after {timeout_s} s on the loop") from error
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            done, _ = concurrent.futures.wait([future], timeout=1.0)
+            if done:
+                return future.result()
+            if self._dead is not None:
+                future.cancel()
+                raise self._dead
+            if deadline is not None and time.monotonic() > deadline:
+                future.cancel()
+                name = getattr(coro, "__qualname__", "a coroutine")
+                raise EngineTimeout(f"{name}: not done after {timeout_s} s on the loop")
+
+    async def watch_health(self) -> None:
+        """Poll every server; `run` raises once one of them is dead. Ends with the loop.
+
+        A server whose engine died may keep open the connections it will never answer (vLLM
+        0.32 waits for them before it exits), so a request's own limit is not enough.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            for client in self.clients:
+                tasks.create_task(self._watch_one(client))
+
+    async def _watch_one(self, client: ServerClient) -> None:
+        last_good_s = time.monotonic()
+        while True:
+            try:
+                await client.health(timeout_s=2 * HEALTH_INTERVAL_S)
+                last_good_s = time.monotonic()
+            except EngineError as error:
+                silent_s = time.monotonic() - last_good_s
+                if silent_s > UNHEALTHY_LIMIT_S:
+                    self._dead = EngineError(f"not healthy for {silent_s:.0f} s: {error}")
+            await asyncio.sleep(HEALTH_INTERVAL_S)
 
     def _call(self, function: Any, *args: Any) -> Any:
         """Run a plain function on the loop."""
@@ -117,6 +151,14 @@ class RemoteInferenceEngine:
             return function(*args)
 
         return self.run(call(), _CONTROL_TIMEOUT_S)
+
+    def start_health_watch(self) -> None:
+        """From now on a server that stays unhealthy ends what waits for it. Servers are up."""
+
+        def start() -> None:
+            self._health_watch = asyncio.create_task(self.watch_health(), name="health")
+
+        self._call(start)
 
     def destroy(self) -> None:
         """End all episodes and the loop."""

@@ -51,6 +51,17 @@ def test_expected_gradient_as_a_loss(kind, direction):
     torch.testing.assert_close(sampled, exact, rtol=1e-4, atol=1e-6)  # float32 inside
 
 
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_a_token_far_apart_has_the_bound_and_no_gradient(kind):
+    # exp(200) is inf in float32, and 0 * inf in the backward pass would be nan.
+    logp = torch.tensor([-200.0, -1.0, -torch.inf], requires_grad=True)
+    value = kl_estimate(logp, torch.tensor([-0.5, -0.5, -0.5]), kind)
+    value.nan_to_num(0.0).sum().backward()
+    assert value.abs().tolist()[::2] == [10.0, 10.0]
+    assert logp.grad[0].item() == 0.0
+    assert logp.grad[1].item() != 0.0
+
+
 def test_bounds_and_errors():
     far = kl_estimate(torch.tensor([0.0]), torch.tensor([-50.0]), "k1")
     assert far.item() == 10.0

@@ -242,6 +242,11 @@ def test_values_under_a_false_mask_may_be_nan():
     assert holes["logp"].grad.isfinite().all()
 
 
+def test_clamping_what_is_not_a_ratio_is_refused():
+    with pytest.raises(ValueError, match="not metric 'k2'"):
+        Correction(action="clamp", metric="k2")
+
+
 def test_sft_loss_is_the_mean_negative_logprob():
     logp = torch.tensor([-1.0, -2.0, torch.nan, -4.0], requires_grad=True)
     mask = torch.tensor([True, True, False, True])

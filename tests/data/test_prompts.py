@@ -83,6 +83,37 @@ def test_generated_rows_are_reproducible_and_exclude_the_held_out():
     assert eval(first["prompt"].removesuffix(" =")) == int(first["answer"])
 
 
+@pytest.mark.parametrize(
+    ("path", "options", "message"),
+    [
+        ("reasoning_gym:nope", {}, "valid_dataset: reasoning_gym dataset 'nope'"),
+        ("reasoning_gym:chain_sum", {"terms": 3}, "'chain_sum': .* keyword argument 'terms'"),
+        ("reasoning_gym:chain_sum", {"min_terms": 0}, "'chain_sum': min_terms must be positive"),
+        ("python:nope:rows", {}, "valid_dataset.path: python:nope:rows: No module named 'nope'"),
+        ("python:json:rows", {}, "valid_dataset.path: python:json:rows: module 'json' has no"),
+        (
+            "python:megarl.data.quickstart:works_or_guesses",
+            {"max_error": 6},
+            "valid_dataset.options: .* missing a required argument: 'work_share'",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_generator_is_named(path, options, message):
+    with pytest.raises(ConfigError, match=message):
+        load_rows(DatasetConfig(path=path, size=3, options=options), "valid_dataset")
+
+
+def test_rows_keep_their_ids_whatever_is_excluded(tmp_path):
+    rows, held_out = tmp_path / "rows.jsonl", tmp_path / "held_out.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": c}) + "\n" for c in "abcd"))
+    held_out.write_text('{"prompt": "b"}\n')
+    exclude = DatasetConfig(path=str(held_out))
+    config = DatasetConfig(path=str(rows), size=3, exclude=exclude)
+    assert load_rows(config) == [{"prompt": "a", "row_id": 0}, {"prompt": "c", "row_id": 2}]
+    with pytest.raises(ConfigError, match=r"row 0 of .* lacks completion; it has prompt"):
+        load_rows(config, needs=("completion",))
+
+
 def test_rows_come_from_jsonl_files(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "b", "answer": "2"}\n')
@@ -112,7 +143,19 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path, monkeypatch, path, text, m
 
 @pytest.mark.parametrize(
     ("completion", "reward"),
-    [(" 7 - 5 = 2", 1.0), (" 2", 1.0), (" -2", 0.0), ("", 0.0), (" 2 = 3", 0.0), ("= 02", 1.0)],
+    [
+        (" 7 - 5 = 2", 1.0),
+        (" 2", 1.0),
+        (" -2", 0.0),
+        ("", 0.0),
+        (" 2 = 3", 0.0),
+        (" 7 - 5 = 2 =", 0.0),
+        ("= 02", 1.0),
+        ("= 2.0", 1.0),
+        ("2.5", 0.0),
+        ("3-2", 1.0),
+        ("1,002", 0.0),
+    ],
 )
 def test_the_last_number_is_what_counts(completion, reward):
     assert final_number_reward("p", completion, [], [], answer="2", row_id=1) == reward
@@ -154,3 +197,7 @@ def test_a_token_is_a_character():
     assert len(ids) == len(text)
     assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
     assert len(tokenizer) == 16
+    for unknown in ("3 * 4 =", "3\n"):
+        # tokenizers raises plain Exception; it takes the text for that of an unknown word
+        with pytest.raises(Exception, match="WordLevel error"):
+            tokenizer.encode(unknown)

@@ -33,10 +33,20 @@ class ScriptedServer:
         self.version = 0
         self.part_tokens = None
         self.in_flight = self.most_in_flight = 0
+        self.status = 200
+        self.hangs_next = False
+        self.hangs = set()
+
+    async def health(self, request):
+        return web.Response(status=self.status)
 
     async def generate(self, request):
         body = await request.json()
         self.requests.append(body)
+        if self.hangs_next:
+            never = asyncio.Event()
+            self.hangs.add(never)
+            await never.wait()
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         await asyncio.sleep(0)
@@ -64,6 +74,7 @@ def server():
         done = asyncio.Event()
         app = web.Application()
         app.router.add_post("/inference/v1/generate", script.generate)
+        app.router.add_get("/health", script.health)
         runner = web.AppRunner(app)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -72,6 +83,8 @@ def server():
         script.address = f"http://127.0.0.1:{runner.addresses[0][1]}"
         ready.set()
         await done.wait()
+        for never in script.hangs:
+            never.set()
         await runner.cleanup()
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
@@ -281,6 +294,19 @@ def test_finished_trajectories_are_dumped(make_engine, tmp_path):
         "prompt": "[7]",
         "completion": "[1, 2, 3]",
     }
+
+
+def test_a_dead_server_ends_what_waits_for_it(make_engine, server, monkeypatch):
+    """Its connections stay open and unanswered, as vLLM's do when its engine died."""
+    monkeypatch.setattr("megarl.rollout.engine.HEALTH_INTERVAL_S", 0.05)
+    monkeypatch.setattr("megarl.rollout.engine.UNHEALTHY_LIMIT_S", 0.5)
+    engine = make_engine(batch_size=1)
+    engine.start_health_watch()
+    assert engine.prepare_batch(Rows(1), Echo())["rewards"].tolist() == [0.0]
+    engine.set_version(1)
+    server.status, server.hangs_next = 503, True
+    with pytest.raises(EngineError, match=r"not healthy for .*status 503"):
+        engine.prepare_batch(Rows(1), Echo())
 
 
 def test_two_thousand_episodes_at_once(make_engine, server):
