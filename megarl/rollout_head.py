@@ -47,7 +47,7 @@ class RolloutHead:
             seed=config.seed,
         )
         valid = config.valid_dataset
-        self.eval_rows = load_rows(valid) if valid is not None else []
+        self.eval_rows = load_rows(valid, "valid_dataset") if valid is not None else []
         self.tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path or config.actor.path)
         reward = config.reward
         self.rewards = RewardPool(

@@ -31,7 +31,7 @@ def train(config: SFTConfig, run_dir: Path, mesh: Mesh) -> None:
     """Run every step of `config`. Collective over the world; rank 0 reads the data."""
     stats = StatsTracker()
     prompts = PromptStream(
-        load_rows(config.train_dataset),
+        load_rows(config.train_dataset, needs=("completion",)),
         batch_size=config.train_dataset.batch_size,
         shuffle=config.train_dataset.shuffle,
         seed=config.seed,
