@@ -225,6 +225,55 @@ def test_gradient_is_zero_exactly_where_clipped():
     assert out.metrics["clip_ratio"].item() == 0.5
 
 
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_metrics_are_means_over_the_masked_tokens(decoupled):
+    tokens = make_tokens()
+    bounds = Correction(upper=1.4, lower=0.7)
+    got = policy_loss(
+        **tokens,
+        num_tokens=tokens["mask"].sum(),
+        **CLIPS,
+        c_clip=1.5,
+        decoupled=decoupled,
+        correction=bounds,
+        kl_coef=0.1,
+        kl_estimator="k2",
+    ).metrics
+    sums = dict.fromkeys(got, 0.0)
+    names = ("logp", "prox_logp", "behaviour_logp", "advantages", "ref_logp", "mask")
+    for logp, prox, behaviour, a, ref, keep in zip(
+        *(tokens[name].tolist() for name in names), strict=True
+    ):
+        if not keep:
+            continue
+        r = math.exp(logp - prox)
+        dual = a < 0 and r > 1.5
+        sums["importance_weight"] += r
+        sums["clip_ratio"] += (a > 0 and r > 1.28) or (a < 0 and r < 0.8)
+        sums["dual_clip_ratio"] += dual
+        sums["kl"] += kl("k3", behaviour if decoupled else prox, logp)
+        sums["ref_kl"] += kl("k2", logp, ref)
+        if decoupled:
+            weight = math.exp(prox - behaviour)
+            dropped = not 0.7 <= weight <= 1.4
+            sums["behave_weight"] += 0.0 if dropped else weight
+            sums["behave_masked"] += dropped
+            sums["behave_kl"] += kl("k3", behaviour, prox)
+    count = int(tokens["mask"].sum())
+    want = {name: total / count for name, total in sums.items()}
+    assert all(want.values())  # each of them is seen at work
+    # float32 sums of 49 terms
+    assert {k: x.item() for k, x in got.items()} == pytest.approx(want, rel=1e-4)
+
+
+def test_the_gradient_reaches_logp_only():
+    tokens = make_tokens()
+    columns = {k: x.requires_grad_() for k, x in tokens.items() if x.is_floating_point()}
+    options = {"decoupled": True, "correction": Correction(action="clamp"), "kl_coef": 0.1}
+    policy_loss(**tokens, num_tokens=tokens["mask"].sum(), **CLIPS, **options).loss.backward()
+    assert [name for name, x in columns.items() if x.grad is not None] == ["logp"]
+
+
 def test_values_under_a_false_mask_may_be_nan():
     tokens = make_tokens()
     options = {**PLAIN, **VARIANTS["sequence-mask-ratio-mean"], **CLIPS, "kl_coef": 0.1}
