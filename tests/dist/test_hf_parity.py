@@ -138,7 +138,7 @@ LAYOUTS = {
     "dp2": (2, ParallelConfig(), False),
     "tp2pp2sp": (4, ParallelConfig(tp=2, pp=2), True),
 }
-FAMILIES = [("llama", False), ("qwen2", True), ("qwen3", False), ("qwen3", True)]
+FAMILIES = [(family, tied) for family in ("llama", "qwen2", "qwen3") for tied in (False, True)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
