@@ -133,6 +133,8 @@ class RolloutHead:
 
     def close(self) -> None:
         try:
+            # Before the reward processes: an episode would take their end for a crash.
+            self.engine.cancel_episodes()
             self.engine.run(self.rewards.close(), timeout_s=60.0)
         finally:
             self.engine.destroy()

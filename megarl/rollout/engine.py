@@ -282,6 +282,10 @@ class RemoteInferenceEngine:
 
         self.run(start_all(), _CONTROL_TIMEOUT_S)
 
+    def cancel_episodes(self) -> None:
+        """End every episode, queued or running; returns when they have ended."""
+        self.run(self.executor.close(), _CONTROL_TIMEOUT_S)
+
     # ------------------------------------------------------------------ batches
 
     def submit(
@@ -321,7 +325,7 @@ class RemoteInferenceEngine:
                 while executor.num_pending < limit:
                     for row in next(prompts):
                         executor.submit(row, workflow, should_accept_fn)
-                if executor.num_ready >= self.batch_size:
+                if executor.is_ready(self.batch_size):
                     return executor.take(self.batch_size)
                 await executor.an_episode_ended()
 

@@ -99,10 +99,10 @@ class WorkflowExecutor:
         """Start what the bound allows at the engine's version."""
         if self._paused:
             return
-        room = self.staleness.capacity(self._engine.get_version())
-        for _ in range(min(room, len(self._queue))):
-            self.staleness.on_started()
-            self._start(self._queue.popleft())
+        version = self._engine.get_version()
+        for _ in range(min(self.staleness.capacity(version), len(self._queue))):
+            self.staleness.on_started(version)
+            self._start(self._queue.popleft(), version)
 
     def pending_rows(self) -> list[Row]:
         """The rows of what `num_pending` counts, in order of submission."""
@@ -119,8 +119,8 @@ class WorkflowExecutor:
         self._next_task_id += 1
         return self._next_task_id - 1
 
-    def _start(self, task: Task) -> None:
-        episode = asyncio.create_task(self._run(task), name=f"episode-{task.task_id}")
+    def _start(self, task: Task, version: int) -> None:
+        episode = asyncio.create_task(self._run(task, version), name=f"episode-{task.task_id}")
         self._episodes.add(episode)
         episode.add_done_callback(self._episode_ended)
 
@@ -132,13 +132,13 @@ class WorkflowExecutor:
         self._arrived.set()
         self.admit()
 
-    async def _run(self, task: Task) -> None:
+    async def _run(self, task: Task, version: int) -> None:
         trajectory = await self._attempt(task)
         if trajectory is None:
-            self.staleness.on_rejected()
+            self.staleness.on_rejected(version)
             del self._rows[task.task_id]
             return
-        self.staleness.on_accepted()
+        self.staleness.on_accepted(version)
         self._results[task.task_id] = trajectory
 
     async def _attempt(self, task: Task) -> Trajectory | None:
@@ -187,7 +187,7 @@ class WorkflowExecutor:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                while len(self._results) < count:
+                while not self.is_ready(count):
                     await self.an_episode_ended()
         except TimeoutError as error:
             raise TimeoutError(
@@ -196,10 +196,15 @@ class WorkflowExecutor:
             ) from error
         return self.take(count)
 
-    @property
-    def num_ready(self) -> int:
-        """Accepted episodes that nobody took yet."""
-        return len(self._results)
+    def is_ready(self, count: int) -> bool:
+        """Whether `count` accepted episodes can be taken.
+
+        A whole batch also waits for what would be too old for the next one.
+        """
+        if len(self._results) < count:
+            return False
+        is_batch = count >= self.staleness.consumer_batch_size
+        return not (is_batch and self.staleness.overdue(self._engine.get_version()))
 
     def take(self, count: int) -> Trajectory:
         """The oldest `count` accepted episodes, in order of submission, as one batch."""
@@ -249,7 +254,8 @@ class WorkflowExecutor:
         return {name: float(value) for name, value in (stats | rejected).items()}
 
     async def close(self) -> None:
-        """Cancel what runs."""
+        """Cancel what runs, start nothing more, and wait for the end of it."""
+        self.pause()
         self._queue.clear()
         for episode in list(self._episodes):
             episode.cancel()

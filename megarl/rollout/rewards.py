@@ -53,6 +53,7 @@ class RewardPool:
         self.on_failure = on_failure
         self.failures: Counter[str] = Counter()
         """Failed attempts by reason: timeout, crash, error."""
+        self._closed = False
         self._idle: asyncio.Queue[_Worker] | None = None
         self._workers = [_Worker(fn, memory_bytes) for _ in range(num_workers)]
 
@@ -71,6 +72,8 @@ class RewardPool:
                 self._idle.put_nowait(worker)
         message = {"args": [prompt, completion, prompt_ids, completion_ids], "kwargs": row}
         for _ in range(self.max_attempts):
+            if self._closed:
+                raise MegarlError(f"reward {self.fn}: called after its processes were ended")
             worker = await self._idle.get()
             try:
                 return await worker.call(message, self.timeout_s)
@@ -87,7 +90,8 @@ class RewardPool:
             logger.warning("reward %s: %s (later ones are only counted)", self.fn, error)
 
     async def close(self) -> None:
-        """End all processes."""
+        """End all processes. No call may be running or come after it."""
+        self._closed = True
         for worker in self._workers:
             await worker.kill()
 

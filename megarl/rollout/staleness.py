@@ -1,14 +1,17 @@
 """How many episodes may start: the bound on off-policyness, kept at admission.
 
-An episode that starts while the trainer is at version v is trained on at the earliest when
-all episodes accepted or running before it are consumed, B a step. So a bound eta on
+At version v an episode may start while
 
-    (accepted + running) <= (eta + v + 1) B
+    accepted + running < (eta + v + 1) B                                                    (1)
 
-is a bound on versions: nothing finished is ever thrown away for its age. Rejected episodes
-leave the sum, which lets others take their place.
+so those of versions <= v, consumed B a step and oldest first, are used up by step v + eta:
+nothing finished is ever thrown away for its age. Rejected episodes leave the sum, which lets
+others take their place. A long episode may be overtaken by younger ones, so (1) alone bounds
+only the mean; the step of version v waits for what still runs since v - eta or before. There
+are never more than B of these that are not consumed.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 
@@ -42,11 +45,14 @@ class StalenessManager:
         self.max_concurrent_rollouts = max_concurrent_rollouts
         self.consumer_batch_size = consumer_batch_size
         self.max_staleness = max_staleness
-        self._submitted = self._running = self._accepted = self._rejected = 0
+        self._submitted = self._accepted = self._rejected = 0
+        self._running: Counter[int] = Counter()
+        """Episodes that run, by the version at which they started."""
 
     @property
     def counts(self) -> RolloutCounts:
-        return RolloutCounts(self._submitted, self._running, self._accepted, self._rejected)
+        running = self._running.total()
+        return RolloutCounts(self._submitted, running, self._accepted, self._rejected)
 
     @property
     def pending_limit(self) -> int:
@@ -58,24 +64,35 @@ class StalenessManager:
 
         min( C - running,  (eta + version + 1) B - (accepted + running) )
         """
-        concurrency = self.max_concurrent_rollouts - self._running
+        running = self._running.total()
         allowed = (self.max_staleness + version + 1) * self.consumer_batch_size
-        return min(concurrency, allowed - (self._accepted + self._running))
+        return min(self.max_concurrent_rollouts - running, allowed - (self._accepted + running))
+
+    def overdue(self, version: int) -> int:
+        """Episodes that run and only the step of `version` may still take: it waits for them."""
+        oldest = version - self.max_staleness
+        return sum(count for started, count in self._running.items() if started <= oldest)
 
     def on_submitted(self) -> None:
         """An episode was queued."""
         self._submitted += 1
 
-    def on_started(self) -> None:
-        self._running += 1
+    def on_started(self, version: int) -> None:
+        self._running[version] += 1
 
-    def on_accepted(self) -> None:
-        self._running -= 1
+    def on_accepted(self, started: int) -> None:
+        """An episode that started at version `started` ended well."""
+        self._end(started)
         self._accepted += 1
 
-    def on_rejected(self) -> None:
-        self._running -= 1
+    def on_rejected(self, started: int) -> None:
+        self._end(started)
         self._rejected += 1
+
+    def _end(self, started: int) -> None:
+        self._running[started] -= 1
+        if not self._running[started]:
+            del self._running[started]
 
     def on_version_recovered(self, version: int) -> None:
         """After a restart at `version`: all steps before it have consumed their batches."""

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from megarl.errors import MegarlError
 from megarl.rollout.rewards import RewardPool
 
 TIMEOUT_S = 1.0
@@ -116,3 +117,13 @@ def test_no_process_is_left_after_close():
     pids, _ = run(calls)
     assert len(set(pids)) == 2
     assert not any(is_alive(int(pid)) for pid in pids)
+
+
+def test_a_closed_pool_starts_no_process():
+    async def calls(pool):
+        await pool.close()
+        with pytest.raises(MegarlError, match="reward_functions:behave: called after"):
+            await score(pool, "fine")
+        return None
+
+    run(calls)

@@ -159,6 +159,51 @@ def test_generation_goes_on_while_the_trainer_trains(make_engine, server):
     engine.run(poll(lambda: engine.executor.staleness.counts.accepted == 16), WAIT_S)
 
 
+def test_cancelled_episodes_have_ended_and_none_follows(make_engine):
+    ended = []
+
+    class Endless(RolloutWorkflow):
+        async def arun_episode(self, engine, data):
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append(data["id"])
+
+    engine = make_engine(batch_size=2, max_head_offpolicyness=0)
+    for i in range(6):
+        engine.submit({"id": i}, Endless())
+    engine.cancel_episodes()
+    assert sorted(ended) == [0, 1]
+    engine.set_version(1)
+    assert engine.export_stats()["running"] == 2
+
+
+def test_a_batch_waits_for_what_the_next_one_could_not_take(make_engine):
+    gates = {}
+
+    class Gated(Echo):
+        async def arun_episode(self, engine, data):
+            await gates.setdefault(data["value"], asyncio.Event()).wait()
+            return await super().arun_episode(engine, data)
+
+    engine = make_engine(batch_size=1, max_head_offpolicyness=1, max_concurrent_rollouts=4)
+
+    def open_gate(*ids):
+        engine._call(lambda: [gates.setdefault(i, asyncio.Event()).set() for i in ids])
+
+    for i in range(3):
+        engine.submit({"value": i}, Gated())
+    open_gate(0)
+    engine.wait(1, WAIT_S)
+    engine.set_version(1)
+    open_gate(2)
+    engine.run(poll(lambda: engine.executor.staleness.counts.accepted == 2), WAIT_S)
+    with pytest.raises(TimeoutError, match=r"1 of 1 episodes within 0\.01 s"):
+        engine.wait(1, 0.01)
+    open_gate(1)
+    assert engine.wait(1, WAIT_S)["rewards"].tolist() == [1.0]
+
+
 async def poll(condition):
     async with asyncio.timeout(WAIT_S):
         while not condition():  # noqa: ASYNC110 - counts have no event

@@ -12,12 +12,12 @@ def test_capacity_by_hand():
     assert manager.capacity(0) == 8  # (1 + 0 + 1) * 4
     for _ in range(8):
         manager.on_submitted()
-        manager.on_started()
+        manager.on_started(0)
     assert manager.capacity(0) == 0
     assert manager.capacity(1) == 2  # 4 more by version, 2 more by concurrency
-    manager.on_accepted()
+    manager.on_accepted(0)
     assert manager.capacity(0) == 0  # accepted ones stay in the sum
-    manager.on_rejected()
+    manager.on_rejected(0)
     assert manager.capacity(0) == 1  # rejected ones leave it
     assert manager.counts == RolloutCounts(submitted=8, running=6, accepted=1, rejected=1)
     assert manager.pending_limit == 8
@@ -40,21 +40,38 @@ def test_no_episode_is_older_than_the_bound_when_it_is_trained_on(data):
     for _ in range(data.draw(st.integers(1, 80))):
         choice = data.draw(st.sampled_from(["start", "finish", "reject", "train"]))
         if choice == "start" and manager.capacity(version) > 0:
-            manager.on_started()
+            manager.on_started(version)
             running.append(version)
         elif choice in ("finish", "reject") and running:
             born = running.pop(data.draw(st.integers(0, len(running) - 1)))
             if choice == "finish":
-                manager.on_accepted()
+                manager.on_accepted(born)
                 finished.append(born)
             else:
-                manager.on_rejected()
-        elif choice == "train" and len(finished) >= batch:
+                manager.on_rejected(born)
+        elif choice == "train" and len(finished) >= batch and not manager.overdue(version):
             taken, finished = sorted(finished)[:batch], sorted(finished)[batch:]
             # The weights being trained are `version`; the oldest sample is from `born`.
             assert all(version - born <= eta for born in taken)
             version += 1
         assert len(running) <= manager.max_concurrent_rollouts
+        # The pool never waits for nothing: what runs can end, what ended can be trained on.
+        assert running or len(finished) >= batch or manager.capacity(version) > 0
+        unused = sum(started <= version - eta for started in running + finished)
+        assert unused <= batch
+
+
+def test_a_step_waits_for_the_episode_that_was_overtaken():
+    manager = StalenessManager(max_concurrent_rollouts=8, consumer_batch_size=1, max_staleness=1)
+    manager.on_started(0)
+    manager.on_started(0)
+    manager.on_accepted(0)
+    assert manager.overdue(0) == 0  # step 0 may take the first; the second is good for step 1
+    manager.on_started(1)
+    manager.on_accepted(1)
+    assert manager.overdue(1) == 1  # step 1 must not take the younger one instead
+    manager.on_accepted(0)
+    assert manager.overdue(1) == 0
 
 
 @pytest.mark.parametrize("arguments", [(0, 1, 0), (1, 0, 0), (1, 1, -1)])
