@@ -26,6 +26,27 @@ class Coordinates:
     tp: int
 
 
+@dataclass(frozen=True)
+class ExpertCoordinates:
+    """Where one rank stands in the layout of the experts, which shares the pipeline stages."""
+
+    edp: int
+    """Replica of the experts: 0 holds the ones that are exported."""
+    pp: int
+    ep: int
+    etp: int
+
+
+def expert_coordinates(rank: int, world_size: int, parallel: ParallelConfig) -> ExpertCoordinates:
+    """Rank -> its place among the experts. ValueError if it is not in the world."""
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} is not in a world of {world_size}")
+    pp, rest = divmod(rank, world_size // parallel.pp)
+    rest, etp = divmod(rest, parallel.expert_tp)
+    edp, ep = divmod(rest, parallel.ep)
+    return ExpertCoordinates(edp=edp, pp=pp, ep=ep, etp=etp)
+
+
 def coordinates(rank: int, world_size: int, parallel: ParallelConfig) -> Coordinates:
     """Rank -> its place in a world laid out by `parallel`. ValueError if it is not in it."""
     if not 0 <= rank < world_size:
@@ -52,11 +73,16 @@ class Mesh:
     world_size: int
     dp: int
     place: Coordinates
+    expert_place: ExpertCoordinates
     device: torch.device
     tp_group: dist.ProcessGroup
+    etp_group: dist.ProcessGroup
+    """Ranks that hold the slices of one expert."""
     pp_group: dist.ProcessGroup
+    cp_group: dist.ProcessGroup
+    """Ranks that hold the parts of the same sequences, and the same slice of the model."""
     dp_group: dist.ProcessGroup
-    """Ranks with the same slice of the model and other data."""
+    """Ranks with the same slice of the model, the same part of a sequence and other data."""
     cpu_group: dist.ProcessGroup
     """All ranks, gloo: for what lives in host memory."""
     replica_group: dist.ProcessGroup
@@ -122,9 +148,12 @@ def initialize(parallel: ParallelConfig, *, seed: int, timeout_s: float = 1800.0
         world_size=world_size,
         dp=dp,
         place=place,
+        expert_place=expert_coordinates(rank, world_size, parallel),
         device=platform.device(),
         tp_group=parallel_state.get_tensor_model_parallel_group(),
+        etp_group=parallel_state.get_expert_tensor_parallel_group(),
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
+        cp_group=parallel_state.get_context_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(),
         cpu_group=cpu_group,
         replica_group=replica_group,

@@ -141,6 +141,7 @@ def _replace_tensor_methods() -> None:
 
 def _replace_in_megatron() -> None:
     """Megatron-Core 0.16.1 functions that reach for CUDA behind torch's public API."""
+    from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel import random as rng
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
@@ -155,7 +156,45 @@ def _replace_in_megatron() -> None:
         moe_utils.te_general_gemm = None
     # Its own version leaves CPU splits as tensors, which all_to_all_single refuses.
     token_dispatcher.maybe_move_tensor_to_cpu = _splits_to_numpy
+    _allow_uneven_splits(mappings)
 
 
 def _splits_to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _allow_uneven_splits(mappings: Any) -> None:
+    """Experts split over ranks (etp) get unequal numbers of tokens from each.
+
+    gloo gathers and scatters equal parts only: "invalid tensor size at index 1".
+    """
+    import torch.distributed as dist
+
+    gather, reduce_scatter = (
+        mappings._gather_along_first_dim,
+        mappings._reduce_scatter_along_first_dim,
+    )
+
+    def gather_uneven(
+        input_: torch.Tensor, group: Any, output_split_sizes: Any = None, *args: Any
+    ) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(input_, group, output_split_sizes, *args)
+        longest = max(output_split_sizes)
+        padded = input_.new_zeros((longest, *input_.shape[1:]))
+        padded[: input_.shape[0]] = input_
+        parts = [torch.empty_like(padded) for _ in output_split_sizes]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat([part[:n] for part, n in zip(parts, output_split_sizes, strict=True)])
+
+    def reduce_scatter_uneven(
+        input_: torch.Tensor, group: Any, input_split_sizes: Any = None, *args: Any
+    ) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return reduce_scatter(input_, group, input_split_sizes, *args)
+        total = input_.clone()
+        dist.all_reduce(total, group=group)
+        return total.split(list(input_split_sizes))[group.rank()].clone()
+
+    mappings._gather_along_first_dim = gather_uneven
+    mappings._reduce_scatter_along_first_dim = reduce_scatter_uneven

@@ -11,13 +11,24 @@ _FAMILIES = {
     "llama": (tr.LlamaConfig, tr.LlamaForCausalLM),
     "qwen2": (tr.Qwen2Config, tr.Qwen2ForCausalLM),
     "qwen3": (tr.Qwen3Config, tr.Qwen3ForCausalLM),
+    "qwen3_moe": (tr.Qwen3MoeConfig, tr.Qwen3MoeForCausalLM),
+}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
 }
 
 
-def tiny_hf(family: str, *, tied: bool, seed: int = 0, vocab: int = VOCAB) -> torch.nn.Module:
+def tiny_hf(
+    family: str, *, tied: bool, seed: int = 0, vocab: int = VOCAB, **options
+) -> torch.nn.Module:
     """A float32 model whose norms and biases are not their trivial initial values."""
     config_class, model_class = _FAMILIES[family]
     extra = {} if family == "qwen2" else {"head_dim": 16}
+    if family == "qwen3_moe":
+        extra = {**extra, **_EXPERTS, **options}
     config = config_class(
         vocab_size=vocab,
         hidden_size=HIDDEN,
@@ -38,6 +49,8 @@ def tiny_hf(family: str, *, tied: bool, seed: int = 0, vocab: int = VOCAB) -> to
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
                 parameter.add_(0.1 * torch.randn_like(parameter))
+            elif "experts" in name or "mlp.gate" in name:
+                parameter.normal_(std=0.1)  # transformers leaves fused experts uninitialised
     return model
 
 

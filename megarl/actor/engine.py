@@ -24,6 +24,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor, nn
 
@@ -31,7 +32,13 @@ from megarl.actor import micro_batch as mb
 from megarl.actor.micro_batch import Batch, MicroBatch
 from megarl.config.schema import OptimizerConfig, TrainEngineConfig
 from megarl.errors import NonFiniteError
-from megarl.model.build import ModelSpec, build_model, model_spec, read_hf_config
+from megarl.model.build import (
+    ModelSpec,
+    build_model,
+    model_spec,
+    needs_one_length,
+    read_hf_config,
+)
 from megarl.model.weights import HFExport, load_hf
 from megarl.ops.logprob import token_logprob_entropy
 from megarl.parallel import Mesh
@@ -74,8 +81,10 @@ class MegatronEngine:
             mesh,
             dtype=DTYPES[config.dtype],
             recompute=config.recompute,
+            moe=config.moe,
             sequence_parallel=config.sequence_parallel,
         )
+        self.needs_one_length = needs_one_length(self.spec.hf_config, mesh, config.moe)
         self.chunks = build_model(self.spec, mesh)
         if not config.init_from_scratch:
             load_hf(self.chunks, self.spec, mesh, config.path)
@@ -154,7 +163,7 @@ class MegatronEngine:
           token of a sequence and on padding.
         """
         bins = mb.assign(self._lengths(batch), self.config.mb_spec, self.mesh)
-        micro_batches = mb.build(batch, bins, (), self.mesh)
+        micro_batches = mb.build(batch, bins, (), self.mesh, one_length=self.needs_one_length)
         for module in self.modules:
             module.eval()
         outputs = self._run(micro_batches, self._collect, forward_only=True)
@@ -200,7 +209,7 @@ class MegatronEngine:
         normaliser = (total[0] / ranks_a_replica).float().to(self.mesh.device)
 
         bins = mb.assign(self._lengths(batch), self.config.mb_spec, self.mesh)
-        micro_batches = mb.build(batch, bins, keys, self.mesh)
+        micro_batches = mb.build(batch, bins, keys, self.mesh, one_length=self.needs_one_length)
         for module in self.modules:
             module.train()
             module.zero_grad_buffer()
@@ -238,7 +247,8 @@ class MegatronEngine:
 
         iterators = [iter(micro_batches) for _ in self.modules]
         single = len(self.modules) == 1
-        longest = max(m.labels.numel() for m in micro_batches)
+        # Megatron divides the length of a sequence by cp to get that of an activation.
+        longest = max(m.labels.numel() for m in micro_batches) * self.mesh.parallel.cp
         outputs: list[dict[str, Tensor]] = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators[0] if single else iterators,
@@ -261,7 +271,15 @@ class MegatronEngine:
             tp_group=self.mesh.tp_group if self.mesh.parallel.tp > 1 else None,
             with_entropy=entropy,
         )
-        return logp[: micro_batch.num_tokens], ent[: micro_batch.num_tokens]
+        if self.mesh.parallel.cp > 1:
+            # Every cp rank computes the whole loss from all tokens, and the gradient of its own.
+            both = gather_from_sequence_parallel_region(
+                torch.stack([logp, ent], dim=1),
+                tensor_parallel_output_grad=False,
+                group=self.mesh.cp_group,
+            )
+            logp, ent = both.unbind(dim=1)
+        return logp[micro_batch.places], ent[micro_batch.places]
 
     def _collect(
         self, micro_batch: MicroBatch, logits: Tensor

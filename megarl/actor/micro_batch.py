@@ -5,10 +5,14 @@ B  sequences     S  padded length     T  tokens of one micro-batch, back to back
 Every column of the batch that is [B, S] becomes [T]; index t of a sequence is token t, whose
 label is token t + 1. The last token of a sequence has no label: whatever is computed there
 must be masked, and the mask columns (already shifted) do so.
+
+The model of a context-parallel rank runs T'/cp tokens, T' being T and what pads each sequence
+to a multiple of 2 cp; columns and results are whole again, on each cp rank the same.
 """
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -16,7 +20,7 @@ from torch import Tensor
 
 from megarl.config.schema import MicroBatchSpec
 from megarl.data.packing import pack
-from megarl.model.attention import PackedSequences, packed_sequences
+from megarl.model.attention import PackedSequences, context_shard, packed_sequences
 from megarl.parallel import Mesh
 from megarl.trajectory import sequence_lengths
 
@@ -28,18 +32,25 @@ class MicroBatch:
     rows: Tensor
     """[n] int64, the sequences' rows in the batch, in packed order."""
     input_ids: Tensor
-    """[1, T] int64. T is padded to a multiple of tp by one sequence of its own."""
+    """[1, T'/cp] int64. T' is padded for tp by one sequence of its own."""
     position_ids: Tensor
-    """[1, T] int64, from 0 in each sequence."""
+    """[1, T'/cp] int64, from 0 in each sequence."""
     labels: Tensor
-    """[T] int64, the next token of the sequence, 0 where there is none."""
+    """[T'/cp] int64, the next token of the sequence, 0 where there is none."""
     num_tokens: int
-    """Tokens before the padding."""
+    """T, tokens before the padding."""
+    places: Tensor
+    """[T] int64, where each token stands in the results of the cp ranks back to back."""
     packed: PackedSequences
     cu_seqlens: Tensor
     """[n + 1] int64, boundaries of the real sequences."""
     columns: Batch
     """[num_tokens] each."""
+
+
+def _padded(length: int, cp: int) -> int:
+    """Each cp rank takes two chunks of a sequence."""
+    return length if cp == 1 else -(-length // (2 * cp)) * 2 * cp
 
 
 def assign(lengths: list[int], spec: MicroBatchSpec, mesh: Mesh) -> list[list[int]]:
@@ -48,6 +59,10 @@ def assign(lengths: list[int], spec: MicroBatchSpec, mesh: Mesh) -> list[list[in
     Raises:
       ValueError: a sequence alone is longer than max_tokens_per_mb.
     """
+    lengths = [_padded(length, mesh.parallel.cp) for length in lengths]
+    if mesh.parallel.vpp:
+        # Interleaved stages take micro-batches in rounds of pp.
+        spec = replace(spec, n_mbs_divisor=math.lcm(spec.n_mbs_divisor, mesh.parallel.pp))
     bins = _pack(lengths, spec, spec.n_mbs)
     most = torch.tensor([len(bins)], device=mesh.device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.dp_group)
@@ -68,44 +83,78 @@ def _pack(lengths: list[int], spec: MicroBatchSpec, min_bins: int) -> list[list[
 
 
 def build(
-    batch: Batch, bins: Iterable[list[int]], keys: Iterable[str], mesh: Mesh
+    batch: Batch,
+    bins: Iterable[list[int]],
+    keys: Iterable[str],
+    mesh: Mesh,
+    *,
+    one_length: bool = False,
 ) -> list[MicroBatch]:
-    """The micro-batches of `bins`, with the [B, S] columns `keys`."""
+    """The micro-batches of `bins`, with the [B, S] columns `keys`.
+
+    Args:
+      one_length: pad all of them, on all ranks of the world, to the longest one. Collective.
+    """
     lengths = sequence_lengths(batch)
-    keys = list(keys)
-    return [_build_one(batch, torch.tensor(rows), lengths, keys, mesh) for rows in bins]
+    keys, bins = list(keys), list(bins)
+    totals = [_total_tokens(lengths[rows].tolist(), mesh) for rows in bins]
+    if one_length:
+        longest = torch.tensor([max(totals)], device=mesh.device)
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+        totals = [int(longest)] * len(bins)
+    return [
+        _build_one(batch, torch.tensor(rows), lengths, keys, total, mesh)
+        for rows, total in zip(bins, totals, strict=True)
+    ]
+
+
+def _total_tokens(lengths: list[int], mesh: Mesh) -> int:
+    """T': sequence-parallel ranks share a cp rank's tokens evenly."""
+    cp, tp = mesh.parallel.cp, mesh.parallel.tp
+    unit = math.lcm(2 * cp, cp * tp) if cp > 1 else tp
+    return -(-sum(_padded(length, cp) for length in lengths) // unit) * unit
 
 
 def _build_one(
-    batch: Batch, rows: Tensor, lengths: Tensor, keys: list[str], mesh: Mesh
+    batch: Batch, rows: Tensor, lengths: Tensor, keys: list[str], total: int, mesh: Mesh
 ) -> MicroBatch:
+    cp = mesh.parallel.cp
     row_lengths = lengths[rows]
-    valid = torch.arange(batch["input_ids"].shape[1]) < row_lengths[:, None]
+    steps = torch.arange(batch["input_ids"].shape[1])
+    valid = steps < row_lengths[:, None]
 
     def flat(column: Tensor) -> Tensor:
         return column[rows][valid]
 
     tokens = flat(batch["input_ids"]).long()
-    positions = torch.arange(valid.shape[1]).expand_as(valid)[valid]
     labels = tokens.roll(-1)
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), row_lengths.cumsum(0)])
     labels[cu_seqlens[1:] - 1] = 0
 
-    num_tokens = tokens.numel()
-    padding = -num_tokens % mesh.parallel.tp
-    segments = row_lengths.tolist() + ([padding] if padding else [])
+    segments = [_padded(length, cp) for length in row_lengths.tolist()]
+    tail = total - sum(segments)
+    starts = torch.tensor([0, *segments[:-1]]).cumsum(0)
+    place_in_pack = (starts[:, None] + steps)[valid]
+    segments += [tail] if tail else []
+    mine = context_shard(segments, cp, mesh.place.cp)
+    gathered = torch.cat([context_shard(segments, cp, rank) for rank in range(cp)])
 
-    def padded(column: Tensor) -> Tensor:
-        return torch.cat([column, column.new_zeros(padding)]).to(mesh.device)
+    def on_this_rank(column: Tensor) -> Tensor:
+        whole = column.new_zeros(total)
+        whole[place_in_pack] = column
+        return whole[mine].to(mesh.device)
 
-    pad_positions = torch.cat([positions, torch.arange(padding)]).to(mesh.device)
+    positions = torch.cat([torch.arange(length) for length in segments])
     return MicroBatch(
         rows=rows,
-        input_ids=padded(tokens)[None],
-        position_ids=pad_positions[None],
-        labels=padded(labels),
-        num_tokens=num_tokens,
-        packed=packed_sequences(segments, mesh.device),
+        input_ids=on_this_rank(tokens)[None],
+        position_ids=positions[mine].to(mesh.device)[None],
+        labels=on_this_rank(labels),
+        num_tokens=tokens.numel(),
+        places=gathered.argsort()[place_in_pack].to(mesh.device),
+        packed=packed_sequences(
+            segments, mesh.device, cp=cp, cp_rank=mesh.place.cp, cp_group=mesh.cp_group
+        ),
         cu_seqlens=cu_seqlens.to(mesh.device),
         columns={key: flat(batch[key]).to(mesh.device) for key in keys},
     )

@@ -21,7 +21,7 @@ from megarl.config.run import DatasetConfig, GRPOConfig, SFTConfig
 from megarl.config.schema import ParallelConfig, RolloutParallelConfig, TrainEngineConfig
 from megarl.errors import ConfigError
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3")
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """`model_type` of the models the trainer builds."""
 BACKENDS = ("vllm",)
 """Inference backends that are built."""
@@ -123,6 +123,14 @@ def _check_model(section: str, config: TrainEngineConfig) -> _Model:
             f"{section}.init_from_scratch=true starts from random weights"
         )
     _check_layout(f"{section}.parallel", config.parallel, model)
+    if model.experts is not None and config.parallel.tp > 1 and not config.sequence_parallel:
+        raise ConfigError(
+            f"{section}.sequence_parallel: must be true for experts with tp {config.parallel.tp}"
+        )
+    if model.experts is None and config.parallel.etp is not None:
+        raise ConfigError(
+            f"{section}.parallel.etp: {config.parallel.etp} needs experts, {model.folder} has none"
+        )
     return model
 
 
@@ -148,12 +156,11 @@ def _check_layout(key: str, parallel: ParallelConfig, model: _Model) -> None:
         raise ConfigError(
             f"{key}.ep: {parallel.ep} does not divide the {model.experts} experts of {folder}"
         )
-    for name in ("cp", "ep", "vpp"):
-        value = getattr(parallel, name)
-        if value is not None and value > 1:
+    if model.experts is not None:
+        width, etp = model.size("moe_intermediate_size"), parallel.expert_tp
+        if width % etp:
             raise ConfigError(
-                f"{key}.{name}: {value} is not supported, the trainer splits a model over tp "
-                f"and pp only"
+                f"{key}.etp: {etp} does not divide moe_intermediate_size {width} of {folder}"
             )
 
 

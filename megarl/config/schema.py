@@ -55,6 +55,16 @@ class ParallelConfig:
             self.vpp is None or self.vpp == 1 or self.pp > 1,
             f"vpp: {self.vpp} virtual stages need pp > 1, got pp {self.pp}",
         )
+        # Megatron-Core 0.16.1 then sums the slices of an expert twice: logits off by 0.34.
+        _require(
+            self.expert_tp == 1 or self.ep > 1 or self.tp > 1,
+            f"etp: {self.etp} needs ep > 1 or tp > 1",
+        )
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor-parallel ranks inside an expert."""
+        return self.etp or self.tp
 
     @property
     def model_size(self) -> int:
@@ -68,11 +78,12 @@ class ParallelConfig:
             f"world of {world_size} ranks is not a multiple of tp {self.tp} * pp {self.pp} "
             f"* cp {self.cp} = {self.model_size}",
         )
-        expert_size = self.ep * (self.etp or self.tp) * self.pp
+        expert_size = self.ep * self.expert_tp * self.pp
+        has_experts = self.ep > 1 or self.etp is not None
         _require(
-            self.ep == 1 or world_size % expert_size == 0,
+            not has_experts or world_size % expert_size == 0,
             f"world of {world_size} ranks is not a multiple of ep {self.ep} * etp "
-            f"{self.etp or self.tp} * pp {self.pp} = {expert_size}",
+            f"{self.expert_tp} * pp {self.pp} = {expert_size}",
         )
         return world_size // self.model_size
 
@@ -239,7 +250,7 @@ class MicroBatchSpec:
     n_mbs: int = 1
     """At least this many micro-batches on each data-parallel rank."""
     max_tokens_per_mb: int | None = None
-    """Packed tokens of one micro-batch; None is no bound."""
+    """Packed tokens of one micro-batch, over all its cp ranks; None is no bound."""
     n_mbs_divisor: int = 1
     packing: Literal["ffd", "kk"] = "ffd"
     """ffd: first-fit decreasing, fewest bins. kk: Karmarkar-Karp, most even bins."""
@@ -275,8 +286,28 @@ class RecomputeConfig:
     """Activations to compute again in the backward pass."""
 
     granularity: Literal["none", "selective", "full"] = "none"
+    """selective: only `modules`; full: whole layers."""
+    modules: list[str] = field(default_factory=lambda: ["core_attn"])
+    """Of selective: core_attn, layernorm, mlp; of a model with experts also moe, moe_act."""
     method: Literal["uniform", "block"] = "uniform"
     num_layers: int = 1
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "num_layers")
+        known = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
+        for name in self.modules:
+            _require(name in known, f"modules: {name!r} is not one of {', '.join(known)}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoEConfig:
+    """How a model with experts runs; models without experts ignore it."""
+
+    token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
+    """alltoall sends each token to its experts' ranks; allgather sends all tokens to all, which
+    is simpler and faster for few ranks and small experts."""
+    router_dtype: Literal["fp32", "model"] = "fp32"
+    """Dtype of the router's scores and of the sum over experts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -295,6 +326,7 @@ class TrainEngineConfig:
     sequence_parallel: bool = True
     """With tp > 1, split norms and residuals over the tp ranks along the sequence."""
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    moe: MoEConfig = field(default_factory=MoEConfig)
     use_distributed_optimizer: bool = True
     overlap_grad_reduce: bool = False
     temperature: float = 1.0

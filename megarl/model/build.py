@@ -20,12 +20,13 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import nn
 
-from megarl.config.schema import RecomputeConfig
+from megarl.config.schema import MoEConfig, RecomputeConfig
 from megarl.errors import ConfigError
 from megarl.model.attention import PackedAttention
-from megarl.model.families import Family, family_of
+from megarl.model.families import Family, family_of, num_experts, routed_layers
 from megarl.model.layout import Sizes
 from megarl.parallel import Mesh
 
@@ -67,6 +68,7 @@ def model_spec(
     *,
     dtype: torch.dtype,
     recompute: RecomputeConfig,
+    moe: MoEConfig,
     sequence_parallel: bool = True,
 ) -> ModelSpec:
     """Translate a config.json for this mesh.
@@ -106,10 +108,14 @@ def model_spec(
         context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.etp,
-        # Packed micro-batches differ in length, so stages tell each other the shape.
-        variable_seq_lengths=parallel.pp > 1,
-        # Read by dense models too: the default, allgather, refuses variable lengths.
-        moe_token_dispatcher_type="alltoall",
+        # Packed micro-batches differ in length, so stages tell each other the shape, unless
+        # all ranks agreed on one length.
+        variable_seq_lengths=parallel.pp > 1 and not needs_one_length(hf_config, mesh, moe),
+        # With interleaved stages and the default, one batched send and receive, Megatron-Core
+        # 0.16.1 gave logits that were off by 4.65 and no error (pp 2, vpp 2, 4 micro-batches).
+        overlap_p2p_comm=bool(parallel.vpp),
+        batch_p2p_comm=not parallel.vpp,
+        **_moe_options(hf_config, moe),
         # Losses are divided by the step's global token count before the backward pass, so
         # gradients are summed over ranks and micro-batches, never averaged.
         calculate_per_token_loss=True,
@@ -118,11 +124,39 @@ def model_spec(
     return ModelSpec(hf_config=c, family=family, transformer=transformer)
 
 
+def needs_one_length(hf_config: dict[str, Any], mesh: Mesh, moe: MoEConfig) -> bool:
+    """Whether all micro-batches of a step must have the same number of tokens, on all ranks."""
+    has_experts = any(routed_layers(hf_config))
+    gathers_tokens = has_experts and moe.token_dispatcher_type == "allgather"
+    return gathers_tokens
+
+
+def _moe_options(hf_config: dict[str, Any], moe: MoEConfig) -> dict[str, Any]:
+    routed = routed_layers(hf_config)
+    if not any(routed):
+        # Read by dense models too: the default, allgather, refuses variable lengths.
+        return {"moe_token_dispatcher_type": "alltoall"}
+    return {
+        "num_moe_experts": num_experts(hf_config),
+        "moe_router_topk": hf_config["num_experts_per_tok"],
+        "moe_ffn_hidden_size": hf_config["moe_intermediate_size"],
+        # One softmax over all experts, then the best k of it; or one over the best k.
+        "moe_router_pre_softmax": not hf_config["norm_topk_prob"],
+        "moe_router_dtype": "fp32" if moe.router_dtype == "fp32" else None,
+        # Policy gradients alone decide where tokens go: no auxiliary loss, no dropped token.
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": moe.token_dispatcher_type,
+        "moe_grouped_gemm": HAVE_TE,
+        "moe_layer_freq": [int(is_routed) for is_routed in routed] if not all(routed) else 1,
+    }
+
+
 def _recompute_options(recompute: RecomputeConfig) -> dict[str, Any]:
     if recompute.granularity == "none":
         return {}
     if recompute.granularity == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+        return {"recompute_granularity": "selective", "recompute_modules": recompute.modules}
     return {
         "recompute_granularity": "full",
         "recompute_method": recompute.method,
@@ -169,31 +203,43 @@ class SequenceParallelRMSNorm(nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
-def _layer_spec(spec: ModelSpec) -> tuple[ModuleSpec, Callable[..., nn.Module]]:
-    """One layer, and the norm after the last one."""
+def _final_norm() -> Callable[..., nn.Module]:
+    return TENorm if HAVE_TE else SequenceParallelRMSNorm
+
+
+def _layer_spec(spec: ModelSpec, num_experts: int | None) -> ModuleSpec:
+    """One layer, with one MLP or with experts."""
     if HAVE_TE:
-        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=spec.family.qk_norm)
-        return layer, TENorm
-    layer = get_gpt_layer_local_spec(qk_layernorm=spec.family.qk_norm, normalization="RMSNorm")
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=num_experts, moe_grouped_gemm=True, qk_layernorm=spec.family.qk_norm
+        )
+    layer = get_gpt_layer_local_spec(
+        num_experts=num_experts, qk_layernorm=spec.family.qk_norm, normalization="RMSNorm"
+    )
     layer.submodules.input_layernorm = SequenceParallelRMSNorm
     layer.submodules.pre_mlp_layernorm = SequenceParallelRMSNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
     if spec.family.qk_norm:
         attention.q_layernorm = attention.k_layernorm = SequenceParallelRMSNorm
-    return layer, SequenceParallelRMSNorm
+    return layer
 
 
 def build_model(spec: ModelSpec, mesh: Mesh) -> list[GPTModel]:
     """This rank's model chunks (one, or vpp of them), randomly initialised, on its device."""
-    layer, final_norm = _layer_spec(spec)
-    parallel = mesh.parallel
+    routed, parallel = routed_layers(spec.hf_config), mesh.parallel
+    kinds = {
+        is_routed: _layer_spec(spec, spec.transformer.num_moe_experts if is_routed else None)
+        for is_routed in set(routed)
+    }
     num_chunks = parallel.vpp or 1
     chunks = []
     for chunk in range(num_chunks):
         vp_stage = chunk if parallel.vpp else None
         num_layers = get_num_layers_to_build(spec.transformer, vp_stage=vp_stage)
-        block = TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=final_norm)
+        first = get_transformer_layer_offset(spec.transformer, vp_stage=vp_stage)
+        layers = [kinds[is_routed] for is_routed in routed[first : first + num_layers]]
+        block = TransformerBlockSubmodules(layer_specs=layers, layer_norm=_final_norm())
         model = GPTModel(
             spec.transformer,
             block,

@@ -4,8 +4,9 @@ The keys are Megatron's names inside a layer, with TransformerEngine's spelling 
 local spec's where they differ (a fused norm lives inside the linear that follows it).
 """
 
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megarl.errors import ConfigError
@@ -36,6 +37,19 @@ _DENSE_MLP = {
     "mlp.linear_fc1.weight": Rule("gate_up", ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
     "mlp.linear_fc2.weight": Rule("columns", ("mlp.down_proj.weight",)),
 }
+_ROUTED_MLP = {
+    "pre_mlp_layernorm.weight": Rule("replicated", ("post_attention_layernorm.weight",)),
+    "mlp.router.weight": Rule("replicated", ("mlp.gate.weight",)),
+}
+_EXPERT = {
+    "linear_fc1": Rule("gate_up", ("gate_proj.weight", "up_proj.weight"), is_expert=True),
+    "linear_fc2": Rule("columns", ("down_proj.weight",), is_expert=True),
+}
+_EXPERT_NAME = re.compile(
+    r"mlp\.experts\.(?:local_experts\.(?P<i>\d+)\.(?P<fc>linear_fc[12])\.weight"
+    # TransformerEngine's grouped matrices
+    r"|(?P<te_fc>linear_fc[12])\.weight(?P<te_i>\d+))"
+)
 
 
 @dataclass(frozen=True)
@@ -44,6 +58,11 @@ class Family:
 
     model_type: str
     layer_rules: dict[str, Rule]
+    """Of a layer with one dense MLP, and what is common to all layers."""
+    routed_rules: dict[str, Rule] = field(default_factory=dict)
+    """Beside the common ones, of a layer with experts."""
+    expert_rules: dict[str, Rule] = field(default_factory=dict)
+    """Of one expert, whose HF names follow `mlp.experts.N.`."""
     qkv_bias: bool = False
     qk_norm: bool = False
 
@@ -52,7 +71,28 @@ _FAMILIES = (
     Family("llama", {**_ATTENTION, **_DENSE_MLP}),
     Family("qwen2", {**_ATTENTION, **_QKV_BIAS, **_DENSE_MLP}, qkv_bias=True),
     Family("qwen3", {**_ATTENTION, **_QK_NORM, **_DENSE_MLP}, qk_norm=True),
+    Family(
+        "qwen3_moe",
+        {**_ATTENTION, **_QK_NORM, **_DENSE_MLP},
+        routed_rules=_ROUTED_MLP,
+        expert_rules=_EXPERT,
+        qk_norm=True,
+    ),
 )
+
+
+def num_experts(hf_config: dict[str, Any]) -> int:
+    """Experts of a routed layer; transformers 5 writes the count under another name."""
+    return int(hf_config.get("num_experts") or hf_config.get("num_local_experts") or 0)
+
+
+def routed_layers(hf_config: dict[str, Any]) -> list[bool]:
+    """Whether each layer's MLP is a set of experts."""
+    c, layers = hf_config, range(hf_config["num_hidden_layers"])
+    if not family_of(c).expert_rules:
+        return [False for _ in layers]
+    dense, step = c.get("mlp_only_layers") or [], c.get("decoder_sparse_step", 1)
+    return [i not in dense and num_experts(c) > 0 and (i + 1) % step == 0 for i in layers]
 
 
 def family_of(hf_config: dict[str, Any]) -> Family:
@@ -72,12 +112,13 @@ def family_of(hf_config: dict[str, Any]) -> Family:
     return family
 
 
-def rule_for(family: Family, name: str, layer_offset: int) -> Rule:
+def rule_for(family: Family, name: str, layer_offset: int, expert_offset: int = 0) -> Rule:
     """The rule of one Megatron parameter.
 
     Args:
       name: inside a model chunk, `decoder.layers.0.mlp.linear_fc1.weight`.
       layer_offset: index in the whole model of the chunk's layer 0.
+      expert_offset: index in the layer of the rank's expert 0.
 
     Raises:
       ValueError: the family's table does not know it.
@@ -89,11 +130,15 @@ def rule_for(family: Family, name: str, layer_offset: int) -> Rule:
     if name == "decoder.final_layernorm.weight":
         return Rule("replicated", (FINAL_NORM,))
     prefix, _, rest = name.removeprefix("decoder.layers.").partition(".")
-    rule = family.layer_rules.get(rest)
+    rule = family.layer_rules.get(rest) or family.routed_rules.get(rest)
+    inside = ""
+    if expert := _EXPERT_NAME.fullmatch(rest):
+        rule = family.expert_rules.get(expert["fc"] or expert["te_fc"])
+        inside = f"mlp.experts.{int(expert['i'] or expert['te_i']) + expert_offset}."
     if rule is None or not prefix.isdigit():
         raise ValueError(f"{family.model_type}: no HF name is known for parameter {name!r}")
-    layer = f"model.layers.{int(prefix) + layer_offset}."
-    return Rule(rule.split, tuple(layer + hf_name for hf_name in rule.hf_names))
+    layer = f"model.layers.{int(prefix) + layer_offset}.{inside}"
+    return replace(rule, hf_names=tuple(layer + hf_name for hf_name in rule.hf_names))
 
 
 def hf_shapes(hf_config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -122,13 +167,31 @@ def _hf_shapes(c: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
         "mlp.gate_proj.weight": (width, hidden),
         "mlp.up_proj.weight": (width, hidden),
         "mlp.down_proj.weight": (hidden, width),
+        "mlp.gate.weight": (num_experts(c), hidden),
     }
-    used = {name for rule in family.layer_rules.values() for name in rule.hf_names}
+    dense = _hf_names(family.layer_rules)
+    routed = dense - _hf_names(_DENSE_MLP) | _hf_names(family.routed_rules)
     yield EMBEDDING, (vocab, hidden)
-    for layer in range(c["num_hidden_layers"]):
+    for layer, has_experts in enumerate(routed_layers(c)):
+        used = routed if has_experts else dense
         for name, shape in shapes.items():
             if name in used:
                 yield f"model.layers.{layer}.{name}", shape
+        if has_experts:
+            yield from _expert_shapes(c, layer)
     yield FINAL_NORM, (hidden,)
     if not c.get("tie_word_embeddings", False):
         yield HEAD, (vocab, hidden)
+
+
+def _hf_names(rules: dict[str, Rule]) -> set[str]:
+    return {name for rule in rules.values() for name in rule.hf_names}
+
+
+def _expert_shapes(c: dict[str, Any], layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, width = c["hidden_size"], c["moe_intermediate_size"]
+    for expert in range(num_experts(c)):
+        prefix = f"model.layers.{layer}.mlp.experts.{expert}."
+        yield f"{prefix}gate_proj.weight", (width, hidden)
+        yield f"{prefix}up_proj.weight", (width, hidden)
+        yield f"{prefix}down_proj.weight", (hidden, width)

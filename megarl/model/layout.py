@@ -36,6 +36,8 @@ class Rule:
 
     split: Split
     hf_names: tuple[str, ...]
+    is_expert: bool = False
+    """Split over the ranks of expert tensor parallelism, not of tp."""
 
 
 class Piece(NamedTuple):
@@ -51,7 +53,7 @@ class Piece(NamedTuple):
 def pieces(
     rule: Rule, hf_sizes: tuple[int, ...], sizes: Sizes, tp: int, tp_rank: int
 ) -> list[Piece]:
-    """The slices that tp rank `tp_rank` of `tp` holds, in their local order.
+    """The slices that rank `tp_rank` of `tp` holds, in their local order; etp for an expert.
 
     Args:
       hf_sizes: size, in the split dimension, of each of `rule.hf_names`.

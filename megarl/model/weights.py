@@ -22,7 +22,7 @@ from megarl.errors import CheckpointError
 from megarl.model import families
 from megarl.model.build import ModelSpec
 from megarl.model.layout import Piece, Rule, fill, pieces
-from megarl.parallel import Mesh, rank_of
+from megarl.parallel import Mesh
 
 
 class SafetensorsFolder:
@@ -78,20 +78,33 @@ class _LocalParameter:
     chunk: int
     name: str
     rule: Rule
+    ep_rank: int
+    """Of the ranks that hold it; 0 for what is no expert's."""
 
 
-def _local_parameters(chunks: list[GPTModel], spec: ModelSpec) -> list[_LocalParameter]:
+def _local_parameters(
+    chunks: list[GPTModel], spec: ModelSpec, mesh: Mesh, ep_rank: int
+) -> list[_LocalParameter]:
+    """The parameters of this stage on expert-parallel rank `ep_rank`, in their own order."""
     found = []
+    expert_offset = (spec.transformer.num_moe_experts or 0) // mesh.parallel.ep * ep_rank
     for i, chunk in enumerate(chunks):
         vp_stage = i if len(chunks) > 1 else None
         offset = get_transformer_layer_offset(spec.transformer, vp_stage=vp_stage)
         for name, _ in chunk.named_parameters():
-            rule = families.rule_for(spec.family, name, offset)
+            rule = families.rule_for(spec.family, name, offset, expert_offset)
             if spec.tied_embeddings and rule.hf_names == (families.HEAD,):
                 # The last stage's copy of a tied embedding.
                 rule = Rule("vocab", (families.EMBEDDING,))
-            found.append(_LocalParameter(i, name, rule))
+            found.append(_LocalParameter(i, name, rule, ep_rank if rule.is_expert else 0))
     return found
+
+
+def _tp_of(rule: Rule, mesh: Mesh) -> tuple[int, int]:
+    """Ranks that share the parameter's split, and this rank's place among them."""
+    if rule.is_expert:
+        return mesh.parallel.expert_tp, mesh.expert_place.etp
+    return mesh.parallel.tp, mesh.place.tp
 
 
 def _pieces_of(
@@ -110,62 +123,78 @@ def load_hf(chunks: list[GPTModel], spec: ModelSpec, mesh: Mesh, folder: str | P
     """
     shapes = families.hf_shapes(spec.hf_config)
     with SafetensorsFolder(folder) as source:
-        for parameter in _local_parameters(chunks, spec):
+        for parameter in _local_parameters(chunks, spec, mesh, mesh.expert_place.ep):
             for name in parameter.rule.hf_names:
                 if source.shape(name) != shapes[name]:
                     raise CheckpointError(
                         f"{folder}: {name} is {source.shape(name)}, config.json says {shapes[name]}"
                     )
-            parts = _pieces_of(parameter.rule, shapes, spec, mesh.parallel.tp, mesh.place.tp)
+            parts = _pieces_of(parameter.rule, shapes, spec, *_tp_of(parameter.rule, mesh))
             fill(chunks[parameter.chunk].get_parameter(parameter.name), parts, source.read)
 
 
 class HFExport:
     """Full HF tensors of a sharded model, one at a time, on world rank 0.
 
-    Iterating is collective: every rank of data-parallel replica 0 must exhaust it. Rank 0
-    gets (hf_name, tensor) pairs, the others nothing. Ranks of other replicas hold copies
-    and take no part; for them the iteration is empty.
+    Iterating is collective over the world. Rank 0 gets (hf_name, tensor) pairs, the others
+    nothing. Where a parameter has several copies, the first holders give theirs.
     """
 
     def __init__(self, chunks: list[GPTModel], spec: ModelSpec, mesh: Mesh) -> None:
         self.chunks, self.spec, self.mesh = chunks, spec, mesh
         self.shapes = families.hf_shapes(spec.hf_config)
-        mine = _local_parameters(chunks, spec)
-        if spec.tied_embeddings:
-            mine = [p for p in mine if p.name != "output_layer.weight"]
+        mine = []
+        for ep_rank in range(mesh.parallel.ep):
+            for parameter in _local_parameters(chunks, spec, mesh, ep_rank):
+                is_tied_copy = spec.tied_embeddings and parameter.name == "output_layer.weight"
+                if not is_tied_copy and (parameter.rule.is_expert or ep_rank == 0):
+                    mine.append(parameter)
         stages: list[list[_LocalParameter] | None] = [None] * mesh.parallel.pp
         dist.all_gather_object(stages, mine, group=mesh.pp_group)
         self.plan = [(stage, p) for stage, found in enumerate(stages) for p in found or []]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        place = self.mesh.place
-        if place.dp or place.cp:
-            return
+        rank = self.mesh.rank
         for stage, parameter in self.plan:
-            if place.pp == stage:
+            root = self._root(stage, parameter)
+            tensors: dict[str, Tensor] = {}
+            if self._holds(stage, parameter):
                 tensors = self._gather(parameter)
-                if place.tp == 0 and self.mesh.rank != 0:
+                if rank == root != 0:
                     for tensor in tensors.values():
                         dist.send(tensor, dst=0)
-            elif self.mesh.rank == 0:
-                tensors = self._receive(stage, parameter)
-            else:
-                continue
-            if self.mesh.rank == 0:
+            elif rank == 0:
+                tensors = self._receive(root, parameter)
+            if rank == 0:
                 yield from tensors.items()
+
+    def _holds(self, stage: int, parameter: _LocalParameter) -> bool:
+        """Whether this rank is one of the first holders."""
+        place, expert = self.mesh.place, self.mesh.expert_place
+        if place.pp != stage:
+            return False
+        if parameter.rule.is_expert:
+            return expert.edp == 0 and expert.ep == parameter.ep_rank
+        return place.dp == 0 and place.cp == 0
+
+    def _root(self, stage: int, parameter: _LocalParameter) -> int:
+        """World rank of the first holder, which has the gathered tensor."""
+        parallel, world_size = self.mesh.parallel, self.mesh.world_size
+        first_of_stage = stage * world_size // parallel.pp
+        return first_of_stage + parameter.ep_rank * parallel.expert_tp
 
     @torch.no_grad()
     def _gather(self, parameter: _LocalParameter) -> dict[str, Tensor]:
-        """Full tensors on tp rank 0, nothing on the others."""
+        """Full tensors on the root, nothing on the other holders."""
         local = self.chunks[parameter.chunk].get_parameter(parameter.name).detach()
-        rule, tp = parameter.rule, self.mesh.parallel.tp
+        rule = parameter.rule
+        tp, tp_rank = _tp_of(rule, self.mesh)
         if rule.split == "replicated":
-            return {rule.hf_names[0]: local} if self.mesh.place.tp == 0 else {}
-        is_root = self.mesh.place.tp == 0
-        shards = [torch.empty_like(local) for _ in range(tp)] if is_root else None
+            return {rule.hf_names[0]: local} if tp_rank == 0 else {}
+        shards = [torch.empty_like(local) for _ in range(tp)] if tp_rank == 0 else None
         if tp > 1:
-            dist.gather(local.contiguous(), shards, group=self.mesh.tp_group, group_dst=0)
+            group = self.mesh.etp_group if rule.is_expert else self.mesh.tp_group
+            dist.gather(local.contiguous(), shards, group=group, group_dst=0)
         else:
             shards = [local]
         if shards is None:
@@ -177,14 +206,13 @@ class HFExport:
                 target.copy_(shard.narrow(piece.dim, piece.local_start, piece.length))
         return full
 
-    def _receive(self, stage: int, parameter: _LocalParameter) -> dict[str, Tensor]:
-        mesh = self.mesh
-        head = type(mesh.place)(dp=0, pp=stage, cp=0, tp=0)
-        source = rank_of(head, mesh.world_size, mesh.parallel)
+    def _receive(self, source: int, parameter: _LocalParameter) -> dict[str, Tensor]:
         tensors = {}
         for name in parameter.rule.hf_names:
             tensor = torch.empty(
-                self.shapes[name], dtype=self.spec.transformer.params_dtype, device=mesh.device
+                self.shapes[name],
+                dtype=self.spec.transformer.params_dtype,
+                device=self.mesh.device,
             )
             dist.recv(tensor, src=source)
             tensors[name] = tensor

@@ -6,6 +6,7 @@ reason. Belongs to one event loop.
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -158,6 +159,8 @@ class _Worker:
         process, self._process = self._process, None
         if process is None:
             return None
-        if process.returncode is None:
+        # Its group, whatever asyncio knows of the process yet: what it started may live on, and
+        # one that just ended is reaped by a thread before its return code is set.
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         return await process.wait()

@@ -5,6 +5,7 @@ rounding: 1e-5 of the largest logit or of the largest entry of each gradient.
 Not covered: dtypes other than float32, and TransformerEngine's layers.
 """
 
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,14 @@ from tiny_models import VOCAB, save_tiny_hf
 from megarl import parallel as mesh_module
 from megarl.actor import micro_batch as mb
 from megarl.actor.engine import MegatronEngine
-from megarl.config.schema import MicroBatchSpec, OptimizerConfig, ParallelConfig, TrainEngineConfig
+from megarl.config.schema import (
+    MicroBatchSpec,
+    MoEConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RecomputeConfig,
+    TrainEngineConfig,
+)
 from megarl.model.weights import HFExport
 
 TOLERANCE = 1e-5
@@ -47,7 +55,7 @@ def weighted_logp_loss(outputs):
     return -(weights * logp + 0.1 * weights * entropy).sum() / outputs.num_tokens, {}
 
 
-def run_megatron(folder: str, parallel: ParallelConfig, sequence_parallel: bool):
+def run_megatron(folder: str, parallel: ParallelConfig, options: dict):
     """On each rank; rank 0 returns loss, logprobs in row order, and HF-named gradients."""
     mesh = mesh_module.initialize(parallel, seed=1)
     try:
@@ -55,10 +63,9 @@ def run_megatron(folder: str, parallel: ParallelConfig, sequence_parallel: bool)
             path=folder,
             dtype="float32",
             parallel=parallel,
-            sequence_parallel=sequence_parallel,
-            mb_spec=MicroBatchSpec(max_tokens_per_mb=40),
             optimizer=OptimizerConfig(lr=0.0, gradient_clipping=0.0),
             use_distributed_optimizer=False,
+            **{"mb_spec": MicroBatchSpec(max_tokens_per_mb=40), **options},
         )
         engine = MegatronEngine(config, mesh)
         rows = list(range(mesh.place.dp, len(LENGTHS), mesh.dp))
@@ -81,13 +88,17 @@ def run_megatron(folder: str, parallel: ParallelConfig, sequence_parallel: bool)
 def collect_logits(engine: MegatronEngine, batch) -> list[torch.Tensor]:
     """Full-vocabulary logits of each row, on the ranks of the last stage."""
     bins = mb.assign(mb.sequence_lengths(batch).tolist(), engine.config.mb_spec, engine.mesh)
-    micro_batches = mb.build(batch, bins, (), engine.mesh)
+    mesh = engine.mesh
+    micro_batches = mb.build(batch, bins, (), mesh, one_length=engine.needs_one_length)
+
+    def gathered(x, count, group, dim):
+        parts = [torch.empty_like(x) for _ in range(count)]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts, dim=dim)
 
     def keep(micro_batch, logits):
-        shard = logits[0].contiguous()
-        shards = [torch.empty_like(shard) for _ in range(engine.mesh.parallel.tp)]
-        dist.all_gather(shards, shard, group=engine.mesh.tp_group)
-        full = torch.cat(shards, dim=1)[: micro_batch.num_tokens]
+        vocab = gathered(logits[0], mesh.parallel.tp, mesh.tp_group, dim=1)
+        full = gathered(vocab, mesh.parallel.cp, mesh.cp_group, dim=0)[micro_batch.places]
         return logits.new_zeros(()), torch.tensor(1, dtype=torch.int), {"logits": full}
 
     outputs = engine._run(micro_batches, keep, forward_only=True)
@@ -112,31 +123,94 @@ def run_hf(model: torch.nn.Module):
         weights = batch["weights"][row, : length - 1]
         loss = loss - (weights * (logp + 0.1 * entropy)).sum() / len(LENGTHS)
     loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
+    gradients = split_experts({name: p.grad for name, p in model.named_parameters()})
     return loss.item(), gradients, {row: x.detach() for row, x in logits.items()}
+
+
+def split_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """transformers 5 holds the experts of a layer in two tensors; a checkpoint has three each."""
+    out = {}
+    for name, x in tensors.items():
+        prefix, _, last = name.rpartition(".")
+        if last == "gate_up_proj":
+            for i, both in enumerate(x):
+                gate, up = both.chunk(2)
+                out[f"{prefix}.{i}.gate_proj.weight"] = gate
+                out[f"{prefix}.{i}.up_proj.weight"] = up
+        elif prefix.endswith("experts") and last == "down_proj":
+            out |= {f"{prefix}.{i}.down_proj.weight": down for i, down in enumerate(x)}
+        else:
+            out[name] = x
+    return out
 
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
-    cache: dict[tuple[str, bool], tuple[Path, tuple]] = {}
+    cache: dict[tuple, tuple[Path, tuple]] = {}
 
-    def get(family: str, tied: bool):
-        if (family, tied) not in cache:
+    def get(family: str, tied: bool, **options):
+        key = (family, tied, str(options))
+        if key not in cache:
             folder = tmp_path_factory.mktemp(f"{family}-{tied}")
-            cache[family, tied] = folder, run_hf(save_tiny_hf(folder, family, tied=tied))
-        return cache[family, tied]
+            cache[key] = folder, run_hf(save_tiny_hf(folder, family, tied=tied, **options))
+        return cache[key]
 
     return get
 
 
-# World size, layout, sequence parallelism.
+@dataclass(frozen=True)
+class Layout:
+    world_size: int
+    parallel: ParallelConfig
+    options: dict = field(default_factory=dict)
+    """Of TrainEngineConfig."""
+
+
+NO_SP = {"sequence_parallel": False}
 LAYOUTS = {
-    "tp1": (1, ParallelConfig(), False),
-    "tp2": (2, ParallelConfig(tp=2), False),
-    "tp2sp": (2, ParallelConfig(tp=2), True),
-    "pp2": (2, ParallelConfig(pp=2), False),
-    "dp2": (2, ParallelConfig(), False),
-    "tp2pp2sp": (4, ParallelConfig(tp=2, pp=2), True),
+    "tp1": Layout(1, ParallelConfig()),
+    "tp2": Layout(2, ParallelConfig(tp=2), NO_SP),
+    "tp2sp": Layout(2, ParallelConfig(tp=2)),
+    "pp2": Layout(2, ParallelConfig(pp=2)),
+    "dp2": Layout(2, ParallelConfig()),
+    "cp2": Layout(2, ParallelConfig(cp=2)),
+    "pp2vpp2": Layout(2, ParallelConfig(pp=2, vpp=2)),
+    "tp2pp2sp": Layout(4, ParallelConfig(tp=2, pp=2)),
+}
+ALLGATHER = {"moe": MoEConfig(token_dispatcher_type="allgather")}
+MOE_LAYOUTS = {
+    "ep1": Layout(1, ParallelConfig()),
+    "ep2": Layout(2, ParallelConfig(ep=2)),
+    "ep2-allgather": Layout(2, ParallelConfig(ep=2), ALLGATHER),
+    "tp2sp": Layout(2, ParallelConfig(tp=2)),
+    "tp2ep2etp1sp": Layout(2, ParallelConfig(tp=2, ep=2, etp=1)),
+    "ep2etp2": Layout(4, ParallelConfig(ep=2, etp=2)),
+    "pp2": Layout(2, ParallelConfig(pp=2)),
+    "pp2vpp2": Layout(2, ParallelConfig(pp=2, vpp=2)),
+    "cp2": Layout(2, ParallelConfig(cp=2)),
+    "cp2ep2": Layout(2, ParallelConfig(cp=2, ep=2)),
+    "tp2ep2sp": Layout(4, ParallelConfig(tp=2, ep=2)),
+    "tp2ep2sp-allgather": Layout(4, ParallelConfig(tp=2, ep=2), ALLGATHER),
+    "pp2ep2": Layout(4, ParallelConfig(pp=2, ep=2)),
+}
+FULL, CORE = RecomputeConfig(granularity="full"), RecomputeConfig(granularity="selective")
+MOE = RecomputeConfig(granularity="selective", modules=["core_attn", "moe"])
+COMBINED = {
+    "tp2cp2sp-full": ("qwen3", Layout(4, ParallelConfig(tp=2, cp=2), {"recompute": FULL})),
+    "pp2vpp2cp2-core": ("llama", Layout(4, ParallelConfig(pp=2, vpp=2, cp=2), {"recompute": CORE})),
+    "pp4": ("qwen2", Layout(4, ParallelConfig(pp=4))),
+    "tp2pp2vpp2ep2etp1sp-moe": (
+        "qwen3_moe",
+        Layout(4, ParallelConfig(tp=2, pp=2, vpp=2, ep=2, etp=1), {"recompute": MOE}),
+    ),
+    "pp2vpp2ep2-full": (
+        "qwen3_moe",
+        Layout(4, ParallelConfig(pp=2, vpp=2, ep=2), {"recompute": FULL}),
+    ),
+    "tp2cp2ep4etp1sp-allgather": (
+        "qwen3_moe",
+        Layout(4, ParallelConfig(tp=2, cp=2, ep=4, etp=1), ALLGATHER),
+    ),
 }
 FAMILIES = [(family, tied) for family in ("llama", "qwen2", "qwen3") for tied in (False, True)]
 
@@ -144,9 +218,39 @@ FAMILIES = [(family, tied) for family in ("llama", "qwen2", "qwen3") for tied in
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("family", "tied"), FAMILIES, ids=lambda x: str(x))
 def test_logits_and_gradients_equal_hf(ranks, model_folder, family, tied, layout):
-    folder, (hf_loss, hf_gradients, hf_logits) = model_folder(family, tied)
-    world_size, parallel, sequence_parallel = LAYOUTS[layout]
-    results = ranks(world_size).run(run_megatron, str(folder), parallel, sequence_parallel)
+    compare(ranks, *model_folder(family, tied), LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("layout", MOE_LAYOUTS)
+def test_experts_equal_hf(ranks, model_folder, layout):
+    compare(ranks, *model_folder("qwen3_moe", False), MOE_LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("num_micro_batches", [2, 4, 8])
+@pytest.mark.parametrize("layout", ["pp2vpp2", "cp2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
+def test_any_number_of_micro_batches(ranks, model_folder, family, layout, num_micro_batches):
+    count = {"mb_spec": MicroBatchSpec(n_mbs=num_micro_batches)}
+    compare(ranks, *model_folder(family, False), replace(LAYOUTS[layout], options=count))
+
+
+@pytest.mark.parametrize("name", COMBINED)
+def test_layouts_and_recompute_combine(ranks, model_folder, name):
+    family, layout = COMBINED[name]
+    compare(ranks, *model_folder(family, False), layout)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_some_layers_dense_and_one_softmax_over_all_experts(ranks, model_folder, tied):
+    mixed = {"mlp_only_layers": [0, 2], "norm_topk_prob": False}
+    layout = Layout(2, ParallelConfig(pp=2, vpp=2))
+    compare(ranks, *model_folder("qwen3_moe", tied, **mixed), layout)
+
+
+def compare(ranks, folder, hf_results, layout):
+    hf_loss, hf_gradients, hf_logits = hf_results
+    group = ranks(layout.world_size)
+    results = group.run(run_megatron, str(folder), layout.parallel, layout.options)
 
     metrics, gradients, _ = results[0]
     logits = {row: x for _, _, found in results for row, x in found.items()}
