@@ -122,7 +122,7 @@ def initialize(parallel: ParallelConfig, *, seed: int, timeout_s: float = 1800.0
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
-        virtual_pipeline_model_parallel_size=parallel.vpp,
+        virtual_pipeline_model_parallel_size=parallel.virtual_stages,
         context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.etp,

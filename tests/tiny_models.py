@@ -58,3 +58,20 @@ def save_tiny_hf(folder: Path, family: str, **options) -> torch.nn.Module:
     model = tiny_hf(family, **options)
     model.save_pretrained(folder)
     return model
+
+
+def split_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """transformers 5 holds the experts of a layer in two tensors; a checkpoint has three each."""
+    out = {}
+    for name, x in tensors.items():
+        prefix, _, last = name.rpartition(".")
+        if last == "gate_up_proj":
+            for i, both in enumerate(x):
+                gate, up = both.chunk(2)
+                out[f"{prefix}.{i}.gate_proj.weight"] = gate
+                out[f"{prefix}.{i}.up_proj.weight"] = up
+        elif prefix.endswith("experts") and last == "down_proj":
+            out |= {f"{prefix}.{i}.down_proj.weight": down for i, down in enumerate(x)}
+        else:
+            out[name] = x
+    return out

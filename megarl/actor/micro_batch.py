@@ -60,7 +60,7 @@ def assign(lengths: list[int], spec: MicroBatchSpec, mesh: Mesh) -> list[list[in
       ValueError: a sequence alone is longer than max_tokens_per_mb.
     """
     lengths = [_padded(length, mesh.parallel.cp) for length in lengths]
-    if mesh.parallel.vpp:
+    if mesh.parallel.virtual_stages:
         # Interleaved stages take micro-batches in rounds of pp.
         spec = replace(spec, n_mbs_divisor=math.lcm(spec.n_mbs_divisor, mesh.parallel.pp))
     bins = _pack(lengths, spec, spec.n_mbs)

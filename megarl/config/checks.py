@@ -178,10 +178,13 @@ def _check_world(config: GRPOConfig | SFTConfig) -> None:
         minibatches = config.actor.ppo_n_minibatches
         counted += " * gconfig.n_samples"
         servers = config.rollout.parallel.world_size
-    if samples < dp * minibatches:
+    parallel = config.actor.parallel
+    # Interleaved stages take micro-batches in rounds of pp.
+    fewest = parallel.pp if parallel.virtual_stages else 1
+    if samples < dp * minibatches * fewest:
         raise ConfigError(
-            f"train_dataset.batch_size: {counted} = {samples} is less than one sample for each "
-            f"of {dp} data-parallel ranks and {minibatches} minibatches"
+            f"train_dataset.batch_size: {counted} = {samples} is less than {fewest} samples for "
+            f"each of {dp} data-parallel ranks and {minibatches} minibatches"
         )
     places = config.cluster.n_nodes * config.cluster.n_gpus_per_node
     if world + servers > places:

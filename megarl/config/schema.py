@@ -62,6 +62,11 @@ class ParallelConfig:
         )
 
     @property
+    def virtual_stages(self) -> int | None:
+        """Model chunks a pipeline rank holds if it holds several, else None: Megatron's form."""
+        return self.vpp if self.vpp != 1 else None
+
+    @property
     def expert_tp(self) -> int:
         """Tensor-parallel ranks inside an expert."""
         return self.etp or self.tp

@@ -104,7 +104,7 @@ def model_spec(
         tensor_model_parallel_size=parallel.tp,
         sequence_parallel=sequence_parallel and parallel.tp > 1,
         pipeline_model_parallel_size=parallel.pp,
-        virtual_pipeline_model_parallel_size=parallel.vpp,
+        virtual_pipeline_model_parallel_size=parallel.virtual_stages,
         context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.etp,
@@ -113,8 +113,8 @@ def model_spec(
         variable_seq_lengths=parallel.pp > 1 and not needs_one_length(hf_config, mesh, moe),
         # With interleaved stages and the default, one batched send and receive, Megatron-Core
         # 0.16.1 gave logits that were off by 4.65 and no error (pp 2, vpp 2, 4 micro-batches).
-        overlap_p2p_comm=bool(parallel.vpp),
-        batch_p2p_comm=not parallel.vpp,
+        overlap_p2p_comm=bool(parallel.virtual_stages),
+        batch_p2p_comm=not parallel.virtual_stages,
         **_moe_options(hf_config, moe),
         # Losses are divided by the step's global token count before the backward pass, so
         # gradients are summed over ranks and micro-batches, never averaged.
@@ -232,10 +232,10 @@ def build_model(spec: ModelSpec, mesh: Mesh) -> list[GPTModel]:
         is_routed: _layer_spec(spec, spec.transformer.num_moe_experts if is_routed else None)
         for is_routed in set(routed)
     }
-    num_chunks = parallel.vpp or 1
+    num_chunks = parallel.virtual_stages or 1
     chunks = []
     for chunk in range(num_chunks):
-        vp_stage = chunk if parallel.vpp else None
+        vp_stage = chunk if parallel.virtual_stages else None
         num_layers = get_num_layers_to_build(spec.transformer, vp_stage=vp_stage)
         first = get_transformer_layer_offset(spec.transformer, vp_stage=vp_stage)
         layers = [kinds[is_routed] for is_routed in routed[first : first + num_layers]]

@@ -27,6 +27,8 @@ def edit_model(folder, **changes):
         [],
         ["allocation_mode=vllm:d1t8+megarl:d1t4p3", "cluster.n_gpus_per_node=20"],  # 4 KV heads
         ["actor.world_size=4", "actor.parallel={pp: 2, vpp: 1}"],
+        ["actor.world_size=4", "actor.parallel={pp: 2, vpp: 3}"],
+        ["actor.world_size=4", "actor.parallel.cp=2"],
         ["vllm.max_model_len=100", "gconfig.max_new_tokens=99"],
         ["valid_dataset={path: 'reasoning_gym:composite', size: 3}"],
         ["train_dataset.path=owner/name"],  # on the hub: nothing to look at
@@ -65,10 +67,14 @@ def test_legal_fine_tuning(run_file):
             r"rollout.parallel.pp: 7 is more than num_hidden_layers 6",
         ),
         (["actor.parallel.ep=2", "actor.world_size=2"], r"actor.parallel.ep: 2 needs experts"),
-        (["actor.parallel.cp=2", "actor.world_size=2"], r"actor.parallel.cp: 2 is not supported"),
         (
-            ["actor.parallel={pp: 2, vpp: 3}", "actor.world_size=2"],
-            r"actor.parallel.vpp: 3 is not supported",
+            ["actor.parallel={tp: 2, etp: 1}", "actor.world_size=2"],
+            r"actor.parallel.etp: 1 needs ex",
+        ),
+        (
+            ["actor.parallel={pp: 2, vpp: 3}", "actor.world_size=4", "actor.ppo_n_minibatches=2"],
+            r"train_dataset.batch_size: .* = 4 is less than 2 samples for each of 2 data-parallel "
+            r"ranks and 2 minibatches",
         ),
         (
             ["actor.parallel.tp=2", "actor.world_size=3"],
@@ -77,7 +83,7 @@ def test_legal_fine_tuning(run_file):
         (
             ["train_dataset.batch_size=2", "actor.world_size=4"],
             r"train_dataset.batch_size: train_dataset.batch_size \* gconfig.n_samples = 2 is less "
-            r"than one sample for each of 4 data-parallel ranks and 1 minibatches",
+            r"than 1 samples for each of 4 data-parallel ranks and 1 minibatches",
         ),
         (
             ["actor.world_size=4", "actor.ppo_n_minibatches=2"],
@@ -126,9 +132,15 @@ def test_experts_must_divide(run_file, model_dir):
     overrides = ["actor.world_size=4", "actor.parallel={ep: 4, etp: 1}"]
     with pytest.raises(ConfigError, match=r"actor\.parallel\.ep: 4 does not divide the 6 experts"):
         checked(run_file(), *overrides)
-    edit_model(model_dir, num_experts=8)
-    with pytest.raises(ConfigError, match=r"actor\.parallel\.ep: 4 is not supported"):
-        checked(run_file(), *overrides)
+    edit_model(model_dir, num_experts=8, moe_intermediate_size=24, model_type="qwen3_moe")
+    checked(run_file(), *overrides)
+    split = ["actor.world_size=4", "actor.parallel={tp: 4, ep: 1}"]
+    checked(run_file(), *split)
+    with pytest.raises(ConfigError, match=r"actor\.sequence_parallel: must be true for experts"):
+        checked(run_file(), *split, "actor.sequence_parallel=false")
+    edit_model(model_dir, moe_intermediate_size=18)
+    with pytest.raises(ConfigError, match=r"actor\.parallel\.etp: 4 does not divide moe_interm"):
+        checked(run_file(), *split)
 
 
 def test_servers_replicate_kv_heads_only_evenly(run_file, model_dir):

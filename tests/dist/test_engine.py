@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_models import VOCAB, save_tiny_hf
+from tiny_models import VOCAB, save_tiny_hf, split_experts
 
 from megarl import parallel as mesh_module
 from megarl.actor.checkpoint import save_hf
@@ -106,7 +106,7 @@ def train_hf(model):
             group["lr"] = lr
         adam.step()
         history.append({"loss": loss.item(), "grad_norm": norm.item(), "lr": lr})
-    return history, dict(model.named_parameters())
+    return history, split_experts(dict(model.named_parameters()))
 
 
 @pytest.fixture(scope="module")
@@ -115,18 +115,41 @@ def trained(tmp_path_factory):
     return folder, train_hf(save_tiny_hf(folder, "qwen3", tied=True))
 
 
+@pytest.fixture(scope="module")
+def trained_experts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("experts")
+    return folder, train_hf(save_tiny_hf(folder, "qwen3_moe", tied=False))
+
+
 LAYOUTS = {
     "plain": (1, ParallelConfig(), False),
     "tp2sp": (2, ParallelConfig(tp=2), True),
     "pp2": (2, ParallelConfig(pp=2), False),
     "dp2": (2, ParallelConfig(), True),
+    "cp2": (2, ParallelConfig(cp=2), True),
+    "pp2vpp2": (2, ParallelConfig(pp=2, vpp=2), True),
+}
+MOE_LAYOUTS = {
+    "ep2": (2, ParallelConfig(ep=2)),
+    "tp2ep2etp1": (2, ParallelConfig(tp=2, ep=2, etp=1)),
+    "dp2": (2, ParallelConfig()),
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_steps_equal_torch_adamw(ranks, trained, layout):
-    folder, (reference, reference_weights) = trained
     world_size, parallel, distributed = LAYOUTS[layout]
+    compare(ranks, trained, world_size, parallel, distributed)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("layout", MOE_LAYOUTS)
+def test_steps_with_experts_equal_torch_adamw(ranks, trained_experts, layout, distributed):
+    compare(ranks, trained_experts, *MOE_LAYOUTS[layout], distributed)
+
+
+def compare(ranks, trained, world_size, parallel, distributed):
+    folder, (reference, reference_weights) = trained
     results = ranks(world_size).run(train, str(folder), parallel, distributed)
     for history, _ in results:
         for got, want in zip(history, reference, strict=True):

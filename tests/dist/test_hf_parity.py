@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tiny_models import VOCAB, save_tiny_hf
+from tiny_models import VOCAB, save_tiny_hf, split_experts
 
 from megarl import parallel as mesh_module
 from megarl.actor import micro_batch as mb
@@ -125,23 +125,6 @@ def run_hf(model: torch.nn.Module):
     loss.backward()
     gradients = split_experts({name: p.grad for name, p in model.named_parameters()})
     return loss.item(), gradients, {row: x.detach() for row, x in logits.items()}
-
-
-def split_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """transformers 5 holds the experts of a layer in two tensors; a checkpoint has three each."""
-    out = {}
-    for name, x in tensors.items():
-        prefix, _, last = name.rpartition(".")
-        if last == "gate_up_proj":
-            for i, both in enumerate(x):
-                gate, up = both.chunk(2)
-                out[f"{prefix}.{i}.gate_proj.weight"] = gate
-                out[f"{prefix}.{i}.up_proj.weight"] = up
-        elif prefix.endswith("experts") and last == "down_proj":
-            out |= {f"{prefix}.{i}.down_proj.weight": down for i, down in enumerate(x)}
-        else:
-            out[name] = x
-    return out
 
 
 @pytest.fixture(scope="module")
