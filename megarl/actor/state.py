@@ -83,7 +83,7 @@ def load_state(engine: MegatronEngine, folder: Path) -> dict[str, Any]:
     for i, chunk in enumerate(engine.chunks):
         chunk.load_state_dict(state[f"model{i}"])
     if engine.optimizer is not None:
-        engine.optimizer.load_state_dict(state["optimizer"])
+        engine.optimizer.load_state_dict(_fitted(engine.optimizer, state["optimizer"]))
         _unshare_steps(engine.optimizer)
         # It adds the saved steps to those already counted.
         engine.scheduler.num_steps = 0
@@ -119,6 +119,33 @@ def _sharded_state(
         )
         state["scheduler"] = engine.scheduler.state_dict()
     return state
+
+
+def _fitted(optimizer: Any, loaded: dict[Any, Any]) -> dict[Any, Any]:
+    """The loaded optimizer state in the form of `optimizer`.
+
+    With ep > 1 the experts have an optimizer of their own, and Megatron numbers the two; the
+    tensors are named after their parameters and fit any layout, the options of the parameter
+    groups have to be moved.
+    """
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    numbered = [loaded[key] for key in sorted(key for key in loaded if isinstance(key, int))]
+    saved = numbered if numbered and "optimizer" in numbered[0] else [loaded]
+    if len(saved) == len(parts):
+        return {i: loaded[i] for i in range(len(parts))} if len(parts) > 1 else loaded
+    common = {key: x for key, x in saved[0].items() if not isinstance(key, int)}
+    groups = [group for part in saved for group in part["optimizer"]["param_groups"]]
+
+    def moved(part: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        mine = []
+        for own in part.optimizer.param_groups:
+            same = (g for g in groups if all(g[key] == own[key] for key in ("wd_mult", "lr_mult")))
+            mine.append({**next(same), "is_expert_parallel": own["is_expert_parallel"]})
+        return {**common, **tensors, "optimizer": {"param_groups": mine}}
+
+    if len(parts) == 1:
+        return moved(parts[0], {"param_state": loaded["param_state"]})
+    return {i: moved(part, loaded[i]) for i, part in enumerate(parts)}
 
 
 # Megatron-Core 0.16.1 with torch's AdamW (no TransformerEngine, no Apex) cannot load what it

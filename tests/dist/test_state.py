@@ -44,6 +44,13 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def experts_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("experts")
+    save_tiny_hf(folder, "qwen3_moe", tied=False)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("at_save", "at_load"),
     [
@@ -51,10 +58,39 @@ def folder(tmp_path_factory):
         (ParallelConfig(tp=2), ParallelConfig(pp=2)),
         (ParallelConfig(), ParallelConfig(tp=2)),
         (ParallelConfig(tp=2), ParallelConfig()),
+        (ParallelConfig(cp=2), ParallelConfig(cp=2)),
+        (ParallelConfig(pp=2, vpp=2), ParallelConfig(pp=2, vpp=2)),
+        (ParallelConfig(pp=2, vpp=2), ParallelConfig(pp=2)),
+        (ParallelConfig(pp=2), ParallelConfig(cp=2)),
     ],
-    ids=["tp2-tp2", "tp2-pp2", "dp2-tp2", "tp2-dp2"],
+    ids=lambda parallel: name(parallel),
 )
 def test_training_goes_on_as_if_it_had_not_stopped(ranks, folder, tmp_path, at_save, at_load):
+    compare(ranks, folder, tmp_path, at_save, at_load)
+
+
+@pytest.mark.parametrize(
+    ("at_save", "at_load"),
+    [
+        (ParallelConfig(ep=2), ParallelConfig(ep=2)),
+        (ParallelConfig(ep=2), ParallelConfig(tp=2, ep=2, etp=1)),
+        (ParallelConfig(), ParallelConfig(pp=2)),
+        (ParallelConfig(ep=2), ParallelConfig(pp=2)),
+        (ParallelConfig(tp=2), ParallelConfig(ep=2)),
+    ],
+    ids=lambda parallel: name(parallel),
+)
+def test_training_with_experts_goes_on(ranks, experts_folder, tmp_path, at_save, at_load):
+    compare(ranks, experts_folder, tmp_path, at_save, at_load)
+
+
+def name(parallel):
+    sizes = {"tp": parallel.tp, "pp": parallel.pp, "vpp": parallel.vpp, "cp": parallel.cp}
+    sizes |= {"ep": parallel.ep, "etp": parallel.etp}
+    return "".join(f"{key}{n}" for key, n in sizes.items() if n not in (1, None)) or "dp2"
+
+
+def compare(ranks, folder, tmp_path, at_save, at_load):
     reference = ranks(2).run(save_after_two_steps, str(folder), at_save, tmp_path)[0]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_2"]
     for counters, version, history in ranks(2).run(load_and_go_on, str(folder), at_load, tmp_path):
