@@ -16,7 +16,7 @@ from typing import Literal
 from megarl.config.load import dump
 from megarl.config.run import GRPOConfig, SFTConfig
 from megarl.errors import ConfigError
-from megarl.launch import placement
+from megarl.launch import folder, placement
 from megarl.launch.folder import claimed
 from megarl.launch.placement import Machine, Placement
 from megarl.launch.process import Process
@@ -49,8 +49,7 @@ def run(config: GRPOConfig | SFTConfig, program: Program, *, overwrite: bool = F
         )
     used: Literal["keep", "empty", "refuse"] = "empty" if overwrite else "refuse"
     run_dir = config.run_dir
-    goes_on = (run_dir / "recover" / "latest").is_file() and config.recover.mode == "auto"
-    if goes_on and not overwrite:
+    if not overwrite and folder.goes_on(run_dir, dump(config), config.recover):
         used = "keep"
     if program == "evaluate":
         used, run_dir = "keep", run_dir / "eval"

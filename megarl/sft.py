@@ -53,8 +53,11 @@ def train(config: SFTConfig, run_dir: Path, mesh: Mesh) -> None:
                 engine.step_lr_scheduler()
             with stats.record_timing("save"):
                 checkpoints.after_step(step, last=step == steps)
-                recovery.after_step(step, prompts)
             report.step(step, stats.export(mesh.cpu_group), {})
+            # Last: a run that goes on after this step finds all that the step reported.
+            with stats.record_timing("checkpoint_for_recover"):
+                recovery.after_step(step, prompts)
+        recovery.finish()
 
 
 def tokenize(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> Batch:

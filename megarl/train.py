@@ -83,11 +83,14 @@ def train(config: GRPOConfig, run_dir: Path, addresses: list[str], mesh: Mesh) -
                 push_weights(engine, head, sender, version=step)
             with stats.record_timing("save"):
                 checkpoints.after_step(step, last=step == steps)
-                recovery.after_step(step, prompts, head)
             report.step(step, stats.export(mesh.cpu_group), pool_stats)
             is_last_eval = step == steps and config.evaluator.at_end
             if head and (evaluations.due(step) or is_last_eval):
                 report.evaluation(step, head.evaluate())
+            # Last: a run that goes on after this step finds all that the step reported.
+            with stats.record_timing("checkpoint_for_recover"):
+                recovery.after_step(step, prompts, head)
+        recovery.finish()
         if sender is not None:
             sender.close()
 

@@ -1,8 +1,8 @@
 """Going on with a run that was cut: what is saved beside the model, and how it comes back.
 
-A state is taken after a step's push, and read by the same command started again. Episodes
-that were queued, running, or finished and unused at that moment are run again from their
-rows, in their order; nothing else of the rollout side needs saving.
+A state is taken at the end of a step, when all that the step tells its user is written, and
+read by the same command started again. Finished episodes that no step has used are kept;
+those that were queued or running are run again from their rows, in their order.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megarl.actor.checkpoint import Frequency
 from megarl.actor.engine import MegatronEngine
-from megarl.actor.state import latest_state, load_state, save_state
+from megarl.actor.state import StateWriter, latest_state, load_pool, load_state
 from megarl.config.run import BaseExperimentConfig
 from megarl.data.prompts import PromptStream
 from megarl.rollout_head import RolloutHead
@@ -34,13 +34,14 @@ class Recovery:
         self._config, self._engine = config.recover, engine
         self._root = run_dir / FOLDER
         self._frequency = Frequency(config.recover, steps_per_epoch)
+        self._writer = StateWriter(engine, self._root, in_background=config.recover.in_background)
 
     def restore(self, prompts: PromptStream | None, head: RolloutHead | None = None) -> int:
         """Load the newest state. Collective.
 
         Args:
           prompts: rank 0's stream, None elsewhere.
-          head: whose pool gets the rows that were on their way.
+          head: whose pool gets the episodes that were on their way.
 
         Returns:
           the step to go on after; 0 without a state.
@@ -52,9 +53,9 @@ class Recovery:
         if prompts is not None:
             prompts.load_state_dict(counters["prompts"])
         if head is not None:
-            head.engine.recover(counters["step"])
-            for row in counters["pending_rows"]:
-                head.engine.submit(row, head.workflow, head.should_accept)
+            head.engine.load_state_dict(
+                load_pool(folder), counters["step"], head.workflow, head.should_accept
+            )
         step: int = counters["step"]
         return step
 
@@ -62,13 +63,17 @@ class Recovery:
         self, step: int, prompts: PromptStream | None, head: RolloutHead | None = None
     ) -> None:
         """Save if it is due. Collective; rank 0's clock decides."""
+        self._writer.poll()
         due = torch.tensor([self._frequency.due(step)])
         dist.broadcast(due, 0, group=self._engine.mesh.cpu_group)
         if not due:
             return
         counters: dict[str, Any] = {}
-        if head is not None:
-            counters["pending_rows"] = head.engine.pending_rows()
         if prompts is not None:
             counters["prompts"] = prompts.state_dict()
-        save_state(self._engine, self._root, step, counters)
+        pool = head.engine.state_dict() if head is not None else None
+        self._writer.save(step, counters, pool)
+
+    def finish(self) -> None:
+        """Wait for a state that is still being written. Collective."""
+        self._writer.wait()

@@ -6,6 +6,7 @@ folder appears whole or not at all, and `latest` names the newest whole one.
 
 import json
 import logging
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,46 +14,93 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megarl.actor.engine import MegatronEngine
 from megarl.errors import CheckpointError
 from megarl.parallel import data_parallel_group_with_cp
+from megarl.platform import is_cuda
 
 logger = logging.getLogger(__name__)
 
 _LATEST = "latest"
 _COUNTERS = "counters.json"
+_POOL = "pool.pt"
+_RNG = "rng_{}.pt"
 
 
-def save_state(engine: MegatronEngine, root: Path, step: int, counters: dict[str, Any]) -> None:
-    """Write `root/step_N` and point `root/latest` at it; older ones go. Collective.
+class StateWriter:
+    """Writes training states under `root`. Every method is collective.
 
     Args:
-      counters: JSON values of rank 0 that `load_state` gives back.
+      in_background: a forked process of each rank writes the tensors while training goes on;
+        needs host memory for what changes meanwhile, at most one copy of the state.
     """
-    folder = root / f"step_{step}"
-    partial = root / f"step_{step}.partial"
-    if engine.mesh.rank == 0:
-        for stale in (folder, partial):
-            shutil.rmtree(stale, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier(group=engine.mesh.cpu_group)
-    metadata = _metadata()
-    state = _sharded_state(engine, metadata, is_loading=False)
-    described = {key: x for key, x in metadata.items() if key != "dp_cp_group"}
-    dist_checkpointing.save(state, str(partial), content_metadata=described)
-    if engine.mesh.rank == 0:
-        (partial / _COUNTERS).write_text(json.dumps({**counters, "step": step}))
-        partial.rename(folder)
-        pointer = root / f"{_LATEST}.partial"
-        pointer.write_text(folder.name)
-        pointer.rename(root / _LATEST)
-        for old in root.glob("step_*"):
-            if old != folder:
-                shutil.rmtree(old, ignore_errors=True)
-    dist.barrier(group=engine.mesh.cpu_group)
+
+    def __init__(self, engine: MegatronEngine, root: Path, *, in_background: bool = False) -> None:
+        self.engine, self.root = engine, root
+        self._queue = AsyncCallsQueue() if in_background else None
+
+    def save(self, step: int, counters: dict[str, Any], pool: Any = None) -> None:
+        """Write `root/step_N` and point `root/latest` at it; older ones go.
+
+        Args:
+          counters: JSON values of rank 0 that `load_state` gives back.
+          pool: plain values and tensors of rank 0 that `load_pool` gives back.
+        """
+        self.wait()
+        rank, group = self.engine.mesh.rank, self.engine.mesh.cpu_group
+        partial = self.root / f"step_{step}.partial"
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        dist.barrier(group=group)
+        metadata = _metadata()
+        state = _sharded_state(self.engine, metadata, is_loading=False)
+        described = {key: x for key, x in metadata.items() if key != "dp_cp_group"}
+        request = dist_checkpointing.save(
+            state,
+            str(partial),
+            content_metadata=described,
+            async_sharded_save=self._queue is not None,
+        )
+        torch.save(_generators(), partial / _RNG.format(rank))
+        if rank == 0:
+            (partial / _COUNTERS).write_text(json.dumps({**counters, "step": step}))
+            torch.save(pool, partial / _POOL)
+        dist.barrier(group=group)
+        if self._queue is None:
+            self._publish(step)
+        else:
+            request.add_finalize_fn(lambda: self._publish(step))
+            self._queue.schedule_async_request(request)
+
+    def _publish(self, step: int) -> None:
+        """The state is whole: rank 0 gives it its name."""
+        if self.engine.mesh.rank == 0:
+            folder = self.root / f"step_{step}"
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.with_name(f"{folder.name}.partial").rename(folder)
+            pointer = self.root / f"{_LATEST}.partial"
+            pointer.write_text(folder.name)
+            pointer.rename(self.root / _LATEST)
+            for old in self.root.glob("step_*"):
+                if old != folder:
+                    shutil.rmtree(old, ignore_errors=True)
+        dist.barrier(group=self.engine.mesh.cpu_group)
+
+    def poll(self) -> None:
+        """Publish a state whose writing has ended meanwhile."""
+        if self._queue is not None:
+            self._queue.maybe_finalize_async_calls(blocking=False)
+
+    def wait(self) -> None:
+        """Return when nothing is being written."""
+        if self._queue is not None:
+            self._queue.maybe_finalize_async_calls(blocking=True)
 
 
 def latest_state(root: Path) -> Path | None:
@@ -71,10 +119,10 @@ def latest_state(root: Path) -> Path | None:
 
 
 def load_state(engine: MegatronEngine, folder: Path) -> dict[str, Any]:
-    """Put what `save_state` wrote into `engine`, at any layout. Collective.
+    """Put what a StateWriter wrote into `engine`, at any layout. Collective.
 
     Returns:
-      the counters given to `save_state`, and `step`.
+      the counters given to `StateWriter.save`, and `step`.
     """
     counters: dict[str, Any] = json.loads((folder / _COUNTERS).read_text())
     state = dist_checkpointing.load(
@@ -89,7 +137,38 @@ def load_state(engine: MegatronEngine, folder: Path) -> dict[str, Any]:
         engine.scheduler.num_steps = 0
         engine.scheduler.load_state_dict(state["scheduler"])
     engine.version = counters["step"]
+    _restore_generators(engine, folder)
     return counters
+
+
+def load_pool(folder: Path) -> Any:
+    """The `pool` given to `StateWriter.save`."""
+    return torch.load(folder / _POOL, weights_only=True)
+
+
+def _generators() -> dict[str, Any]:
+    """The states of this rank's random generators, which the user's code may draw from."""
+    version, internal, gauss = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if is_cuda() else None,
+        "megatron": dict(get_cuda_rng_tracker().get_states()),
+        "python": (version, list(internal), gauss),
+    }
+
+
+def _restore_generators(engine: MegatronEngine, folder: Path) -> None:
+    """Where the world has another size, a rank has no earlier self: its seed's state stays."""
+    mesh = engine.mesh
+    if len(list(folder.glob(_RNG.format("*")))) != mesh.world_size:
+        return
+    states = torch.load(folder / _RNG.format(mesh.rank), weights_only=True)
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None and is_cuda():
+        torch.cuda.set_rng_state(states["cuda"])
+    get_cuda_rng_tracker().set_states(states["megatron"])
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
 
 
 def _metadata() -> dict[str, Any]:

@@ -61,6 +61,14 @@ class RecoverConfig(FrequencyConfig):
 
     mode: Literal["auto", "disabled"] = "auto"
     """disabled: an earlier state in the run folder is an earlier trial."""
+    in_background: bool = False
+    """Write a state while training goes on; needs up to one more copy of it in host memory."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether a run saves states and goes on from them."""
+        frequencies = (self.freq_epochs, self.freq_steps, self.freq_secs)
+        return self.mode == "auto" and any(frequencies)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -245,15 +245,21 @@ class RemoteInferenceEngine:
 
         self._call(advance)
 
-    def recover(self, version: int) -> None:
-        """Count as a run that has consumed `version` batches. Before the first submission."""
-        self._version = version
-        self._call(self.executor.staleness.on_version_recovered, version)
+    def state_dict(self) -> dict[str, Any]:
+        """Counts, and the episodes that are not in a batch yet; plain values and tensors."""
+        state: dict[str, Any] = self._call(self.executor.state_dict)
+        return state
 
-    def pending_rows(self) -> list[Row]:
-        """Rows submitted and not yet in a batch, in order of submission."""
-        rows: list[Row] = self._call(self.executor.pending_rows)
-        return rows
+    def load_state_dict(
+        self,
+        state: dict[str, Any],
+        version: int,
+        workflow: RolloutWorkflow,
+        should_accept_fn: AcceptFn | None = None,
+    ) -> None:
+        """Go on as an engine that has handed out `version` batches. Before the first submission."""
+        self._version = version
+        self._call(self.executor.load_state_dict, state, version, workflow, should_accept_fn)
 
     def pause(self) -> None:
         """Start no more episodes."""

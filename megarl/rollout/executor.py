@@ -16,6 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -104,14 +105,50 @@ class WorkflowExecutor:
             self.staleness.on_started(version)
             self._start(self._queue.popleft(), version)
 
-    def pending_rows(self) -> list[Row]:
-        """The rows of what `num_pending` counts, in order of submission."""
-        return [self._rows[task_id] for task_id in sorted(self._rows)]
+    def state_dict(self) -> dict[str, Any]:
+        """The counts, and what `num_pending` counts, in order of submission: (row, trajectory)s.
+
+        The trajectory of an episode that is queued or running is None.
+        """
+        pending = [(self._rows[i], self._results.get(i)) for i in sorted(self._rows)]
+        counts = self.staleness.counts
+        return {
+            "submitted": counts.submitted,
+            "rejected": counts.rejected,
+            "failures": dict(self._failures),
+            "pending": pending,
+        }
+
+    def load_state_dict(
+        self,
+        state: dict[str, Any],
+        version: int,
+        workflow: RolloutWorkflow,
+        should_accept: AcceptFn | None = None,
+    ) -> None:
+        """Go on as a pool that has handed out `version` batches. Before the first submission.
+
+        What had finished can be taken at once; the other episodes run again from their rows.
+        """
+        assert not self._rows, "episodes were submitted before the state was loaded"
+        pending = state["pending"]
+        self.staleness.on_version_recovered(
+            version, submitted=state["submitted"] - len(pending), rejected=state["rejected"]
+        )
+        self._failures.update(state["failures"])
+        for row, trajectory in pending:
+            if trajectory is None:
+                self.submit(row, workflow, should_accept)
+                continue
+            task_id = self._take_id()
+            self.staleness.on_submitted()
+            self.staleness.on_restored()
+            self._rows[task_id], self._results[task_id] = row, trajectory
 
     @property
     def num_pending(self) -> int:
         """Episodes queued, running, or finished and not taken."""
-        return len(self._queue) + len(self._episodes) + len(self._results)
+        return len(self._rows)
 
     # ------------------------------------------------------------------ episodes
 

@@ -94,6 +94,11 @@ class StalenessManager:
         if not self._running[started]:
             del self._running[started]
 
-    def on_version_recovered(self, version: int) -> None:
+    def on_restored(self) -> None:
+        """An episode that an earlier process accepted, and no step has consumed."""
+        self._accepted += 1
+
+    def on_version_recovered(self, version: int, submitted: int = 0, rejected: int = 0) -> None:
         """After a restart at `version`: all steps before it have consumed their batches."""
         self._accepted = version * self.consumer_batch_size
+        self._submitted, self._rejected = submitted, rejected

@@ -69,11 +69,14 @@ class MetricsLogger:
             )
 
     def keep_until(self, step: int) -> list[dict[str, Any]]:
-        """Drop the rows after `step`, which a run that goes on writes again; the others."""
+        """Drop the rows after `step`, which a run that goes on writes again; the others.
+
+        A run that begins (step 0) keeps none: what stands there came before the first state.
+        """
         lines = self._path.read_text(encoding="utf-8").splitlines()
         # A machine that went down may have left a part of a line at the end.
         whole = [json.loads(line) for line in lines if line.endswith("}")]
-        kept = [row for row in whole if row["step"] <= step]
+        kept = [row for row in whole if row["step"] <= step] if step else []
         if len(kept) < len(lines):
             partial = self._path.with_suffix(".partial")
             partial.write_text("".join(f"{json.dumps(row)}\n" for row in kept), encoding="utf-8")

@@ -21,6 +21,7 @@ class Run:
         self.marker = f"MEGARL_TEST_RUN={uuid.uuid4().hex}"
         name, _, value = self.marker.partition("=")
         self.folder = root / "quickstart" / "grpo"
+        root.mkdir(exist_ok=True)
         self.output = root / "output.txt"
         self._file = self.output.open("w")
         self.process = subprocess.Popen(

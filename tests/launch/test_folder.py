@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
+from megarl.config.run import RecoverConfig
 from megarl.errors import ConfigError
-from megarl.launch.folder import claimed
+from megarl.launch.folder import claimed, goes_on
 
 
 def test_a_new_folder_gets_config_and_logs(tmp_path):
@@ -53,6 +54,32 @@ def test_evaluation_keeps_what_is_there(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     with claimed(tmp_path, "new", used="keep"):
         assert (tmp_path / "metrics.jsonl").exists()
+
+
+def test_logs_of_a_run_that_goes_on_are_kept(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    for text in ("first", "second", "third"):
+        with claimed(tmp_path, "same", used="keep"):
+            assert list((tmp_path / "logs").iterdir()) == []
+            (tmp_path / "logs" / "rank-1.log").write_text(text)
+    assert (tmp_path / "logs.1" / "rank-1.log").read_text() == "first"
+    assert (tmp_path / "logs.2" / "rank-1.log").read_text() == "second"
+    assert (tmp_path / "logs" / "rank-1.log").read_text() == "third"
+
+
+def test_which_folder_is_gone_on_with(tmp_path):
+    on, off = RecoverConfig(freq_steps=1), RecoverConfig()
+    assert not goes_on(tmp_path, "config", on)
+    (tmp_path / "config.yaml").write_text("config")
+    assert goes_on(tmp_path, "config", on), "cut before its first state"
+    assert not goes_on(tmp_path, "other config", on)
+    assert not goes_on(tmp_path, "config", off)
+    (tmp_path / "checkpoints" / "final").mkdir(parents=True)
+    assert not goes_on(tmp_path, "config", on), "it ended"
+    (tmp_path / "recover").mkdir()
+    (tmp_path / "recover" / "latest").write_text("step_3")
+    assert goes_on(tmp_path, "other config", off)
+    assert not goes_on(tmp_path, "config", RecoverConfig(freq_steps=1, mode="disabled"))
 
 
 def test_one_launcher_at_a_time(tmp_path):

@@ -291,17 +291,30 @@ def test_a_malformed_trajectory_is_named(make_engine):
         engine.prepare_batch(Rows(1), WrongShape())
 
 
-def test_what_was_on_its_way_is_known_and_can_be_run_again(make_engine):
-    engine = make_engine(batch_size=2, max_head_offpolicyness=0)
+def test_what_was_on_its_way_comes_back(make_engine):
+    """What had finished is not generated again, what was queued is; in the old order."""
+    engine = make_engine(batch_size=2, max_head_offpolicyness=1, max_concurrent_rollouts=8)
     rows = Rows(2)
     engine.prepare_batch(rows, Echo())
-    pending = engine.pending_rows()
-    assert [row["value"] for row in pending] == [2, 3]
-    again = make_engine(batch_size=2, max_head_offpolicyness=0)
-    again.recover(1)
-    for row in pending:
-        again.submit(row, Echo())
-    assert again.prepare_batch(rows, Echo())["rewards"].tolist() == [2, 3]
+    engine.run(poll(lambda: engine.executor.staleness.counts.accepted == 4), WAIT_S)
+    state = engine.state_dict()
+    assert [row["value"] for row, _ in state["pending"]] == [2, 3, 4, 5]
+    assert [done is not None for _, done in state["pending"]] == [True, True, False, False]
+
+    class Negative(Echo):
+        async def arun_episode(self, engine, data):
+            return await super().arun_episode(engine, {**data, "value": -data["value"]})
+
+    again = make_engine(batch_size=2, max_head_offpolicyness=1, max_concurrent_rollouts=8)
+    again.load_state_dict(state, 1, Negative())
+    batches = []
+    for version in (1, 2):
+        batches += again.prepare_batch(rows, Negative())["rewards"].tolist()
+        again.set_version(version + 1)
+    assert batches == [2, 3, -4, -5]
+    assert again.export_stats()["submitted"] == 10
+    # As if it had never stopped: 2 batches handed out before, 2 here, one version ahead.
+    again.run(poll(lambda: again.executor.staleness.counts.accepted == 10), WAIT_S)
 
 
 class InContext(Echo):

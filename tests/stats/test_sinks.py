@@ -66,8 +66,10 @@ def test_rows_after_the_step_a_run_goes_on_from_are_dropped(tmp_path):
         file.write('{"step": 4, "lo')
     again = make_logger(tmp_path)
     assert len(again.keep_until(9)) == 3
-    again.close()
     assert rows_of(tmp_path)[-1] == {"step": 3, "again": 1}
+    assert again.keep_until(0) == []
+    again.close()
+    assert rows_of(tmp_path) == []
 
 
 def test_tensorboard_and_offline_wandb_get_the_same_numbers(tmp_path):
