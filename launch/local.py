@@ -23,10 +23,17 @@ from megarl.launch.process import Process
 from megarl.launch.supervise import supervise
 from megarl.rollout.servers import vllm_command
 
-Program = Literal["train", "sft", "evaluate"]
+Program = Literal["train", "sft", "evaluate", "verify"]
 
 
-def run(config: GRPOConfig | SFTConfig, program: Program, *, overwrite: bool = False) -> int:
+def run(
+    config: GRPOConfig | SFTConfig,
+    program: Program,
+    *,
+    overwrite: bool = False,
+    arguments: Sequence[str] = (),
+    with_servers: bool = True,
+) -> int:
     """Run `python -m megarl.PROGRAM RUN_DIR` with the servers it needs; the exit code.
 
     0 if all trainer ranks ended well, 128 + n if signal n stopped the launcher, else the code of
@@ -35,8 +42,10 @@ def run(config: GRPOConfig | SFTConfig, program: Program, *, overwrite: bool = F
     Args:
       config: resolved and checked.
       program: `evaluate` is one client process in the run's `eval` folder, with servers that
-        load the weights of `actor.path`; the others train from what `config` says.
+        load the weights of `actor.path`; `verify` are all ranks, in its `verify` folder; the
+        others train from what `config` says.
       overwrite: delete an earlier trial in the run folder; otherwise that is a ConfigError.
+      arguments: of the program, after RUN_DIR.
 
     Raises:
       ConfigError: before anything is started.
@@ -51,10 +60,12 @@ def run(config: GRPOConfig | SFTConfig, program: Program, *, overwrite: bool = F
     run_dir = config.run_dir
     if not overwrite and folder.goes_on(run_dir, dump(config), config.recover):
         used = "keep"
-    if program == "evaluate":
-        used, run_dir = "keep", run_dir / "eval"
+    if program in ("evaluate", "verify"):
+        used, run_dir = "keep", run_dir / ("eval" if program == "evaluate" else program)
     machine = placement.this_machine(os.environ)
-    servers, ranks = plan(config, program, run_dir, machine)
+    servers, ranks = plan(
+        config, program, run_dir, machine, arguments=arguments, with_servers=with_servers
+    )
     with claimed(run_dir, dump(config), used=used):
         what = f"{len(machine.gpus)} GPUs" if machine.gpus else f"{machine.num_cores} cores"
         print(
@@ -68,11 +79,17 @@ def run(config: GRPOConfig | SFTConfig, program: Program, *, overwrite: bool = F
 
 
 def plan(
-    config: GRPOConfig | SFTConfig, program: Program, run_dir: Path, machine: Machine
+    config: GRPOConfig | SFTConfig,
+    program: Program,
+    run_dir: Path,
+    machine: Machine,
+    *,
+    arguments: Sequence[str] = (),
+    with_servers: bool = True,
 ) -> tuple[list[Process], list[Process]]:
     """The servers and the ranks of a run, not started. ConfigError if the GPUs are too few."""
     evaluating = program == "evaluate"
-    rollout = config.rollout if isinstance(config, GRPOConfig) else None
+    rollout = config.rollout if isinstance(config, GRPOConfig) and with_servers else None
     num_servers = rollout.parallel.dp if rollout else 0
     server_size = rollout.parallel.tp * rollout.parallel.pp if rollout else 0
     num_ranks = 1 if evaluating else config.trainer_world_size
@@ -87,7 +104,7 @@ def plan(
     workers = num_ranks + num_servers * server_size
     threads = 1 if machine.gpus else max(1, machine.num_cores // workers)
     servers = []
-    if isinstance(config, GRPOConfig):
+    if rollout is not None and isinstance(config, GRPOConfig):
         servers = _servers(config, run_dir, machine, places, ports, evaluating, threads)
     env = {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
@@ -102,7 +119,7 @@ def plan(
     ranks = [
         Process(
             f"rank {rank}",
-            [sys.executable, "-m", f"megarl.{program}", str(run_dir)],
+            [sys.executable, "-m", f"megarl.{program}", str(run_dir), *arguments],
             env=_environment(places.trainer, {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}),
             log=None if rank == 0 else run_dir / "logs" / f"rank-{rank}.log",
         )

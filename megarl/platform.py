@@ -11,11 +11,11 @@ import contextlib
 import functools
 import logging
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 _CPU = torch.device("cpu")
 
@@ -37,26 +37,13 @@ def collective_backend() -> str:
 @functools.cache
 def setup() -> None:
     """Make Megatron-Core run on this machine. Calling it again does nothing."""
-    _quiet_imports()
+    logging.getLogger("megatron").setLevel(logging.WARNING)
     if is_cuda():
         return
     _replace_torch_cuda()
     _replace_factories()
     _replace_tensor_methods()
     _replace_in_megatron()
-
-
-def _quiet_imports() -> None:
-    """Hide the warnings that each rank would print for what this machine is known to lack."""
-    logging.getLogger("megatron").setLevel(logging.WARNING)
-    for message in (
-        "Transformer Engine and Apex are not installed",
-        # Megatron's optimizer looks at .grad of every slice of its parameters.
-        r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",
-        # torch 2.13 renames two collectives that Megatron-Core 0.16.1 calls by the old names.
-        r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated",
-    ):
-        warnings.filterwarnings("ignore", message=message)
 
 
 class _Stream:
@@ -106,6 +93,9 @@ def _replace_torch_cuda() -> None:
 
 def _replace_factories() -> None:
     """Factories given device="cuda" or pin_memory=True allocate plain CPU memory."""
+    # `with torch.device(...)` knows the factories by a set that is made at its first use: with
+    # the wrapped ones in it, transformers 5.19 loads models whose rotary buffer is garbage.
+    _device_constructors()
 
     def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(factory)

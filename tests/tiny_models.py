@@ -24,25 +24,27 @@ _EXPERTS = {
 def tiny_hf(
     family: str, *, tied: bool, seed: int = 0, vocab: int = VOCAB, **options
 ) -> torch.nn.Module:
-    """A float32 model whose norms and biases are not their trivial initial values."""
+    """A float32 model whose norms and biases are not their trivial initial values.
+
+    Args:
+      options: of the family's config.
+    """
     config_class, model_class = _FAMILIES[family]
-    extra = {} if family == "qwen2" else {"head_dim": 16}
-    if family == "qwen3_moe":
-        extra = {**extra, **_EXPERTS, **options}
-    config = config_class(
-        vocab_size=vocab,
-        hidden_size=HIDDEN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=48,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=tied,
-        max_position_embeddings=128,
-        initializer_range=0.1,
-        attn_implementation="eager",
-        **extra,
-    )
+    sizes = {
+        "vocab_size": vocab,
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.1,
+        **({} if family == "qwen2" else {"head_dim": 16}),
+        **(_EXPERTS if family == "qwen3_moe" else {}),
+        **options,
+    }
+    config = config_class(tie_word_embeddings=tied, attn_implementation="eager", **sizes)
     torch.manual_seed(seed)
     model = model_class(config).float().eval()
     with torch.no_grad():

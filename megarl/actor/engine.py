@@ -162,11 +162,7 @@ class MegatronEngine:
           [B, S] float32 on the CPU, the same on every rank of the replica; 0 at the last
           token of a sequence and on padding.
         """
-        bins = mb.assign(self._lengths(batch), self.config.mb_spec, self.mesh)
-        micro_batches = mb.build(batch, bins, (), self.mesh, one_length=self.needs_one_length)
-        for module in self.modules:
-            module.eval()
-        outputs = self._run(micro_batches, self._collect, forward_only=True)
+        micro_batches, outputs = self._evaluate(batch, self._collect)
         logp = torch.zeros(batch["input_ids"].shape, dtype=torch.float32)
         if self.mesh.is_last_stage:
             values = []
@@ -179,6 +175,47 @@ class MegatronEngine:
             dist.broadcast(on_device, self.mesh.last_stage_rank, group=self.mesh.pp_group)
             logp = on_device.cpu()
         return logp
+
+    @torch.no_grad()
+    def logits(self, batch: Batch) -> list[Tensor]:
+        """Logits over the whole vocabulary, to be compared with another model's.
+
+        Returns:
+          of each row [length, V] in the model's dtype, on the ranks of the last pipeline
+          stage; nothing on the others.
+        """
+        mesh = self.mesh
+
+        def gather(x: Tensor, count: int, group: dist.ProcessGroup, dim: int) -> Tensor:
+            parts = [torch.empty_like(x) for _ in range(count)]
+            dist.all_gather(parts, x.contiguous(), group=group)
+            return torch.cat(parts, dim=dim)
+
+        def whole(
+            micro_batch: MicroBatch, shard: Tensor
+        ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            columns = gather(shard[0], mesh.parallel.tp, mesh.tp_group, dim=1)
+            rows = gather(columns, mesh.parallel.cp, mesh.cp_group, dim=0)
+            real = rows[micro_batch.places][:, : self.spec.vocab_size]
+            return shard.new_zeros(()), shard.new_ones((), dtype=torch.int), {"logits": real}
+
+        micro_batches, outputs = self._evaluate(batch, whole)
+        found: dict[int, Tensor] = {}
+        for micro_batch, output in zip(micro_batches, outputs, strict=mesh.is_last_stage):
+            sizes = micro_batch.cu_seqlens.diff().tolist()
+            parts = output["logits"].split(sizes)
+            found |= dict(zip(micro_batch.rows.tolist(), parts, strict=True))
+        return [found[row] for row in sorted(found)]
+
+    def _evaluate(
+        self, batch: Batch, after: Callable[..., Any]
+    ) -> tuple[list[MicroBatch], list[dict[str, Tensor]]]:
+        """The batch's micro-batches, and on the last stage what `after` made of each."""
+        bins = mb.assign(self._lengths(batch), self.config.mb_spec, self.mesh)
+        micro_batches = mb.build(batch, bins, (), self.mesh, one_length=self.needs_one_length)
+        for module in self.modules:
+            module.eval()
+        return micro_batches, self._run(micro_batches, after, forward_only=True)
 
     def train_batch(
         self,

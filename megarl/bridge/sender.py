@@ -28,7 +28,7 @@ from megarl.bridge.group import (
     listen,
     open_group,
 )
-from megarl.bridge.wire import Bucket, buckets
+from megarl.bridge.wire import Bucket, buckets, digest
 from megarl.errors import EngineError, MegarlError, WeightUpdateError
 from megarl.rollout.client import CONTROL_TIMEOUT_S, PauseMode, ServerClient
 
@@ -136,10 +136,24 @@ class BroadcastSender:
                 raise WeightUpdateError(str(error)) from error
             joined.result()
 
-    def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> PushStats:
+    def push(
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        version: int,
+        *,
+        digests: dict[str, int] | None = None,
+    ) -> PushStats:
+        """See WeightSender.
+
+        Args:
+          digests: filled with each tensor's digest as it was sent; the workers then keep theirs
+            for `ServerClient.weight_digests`.
+        """
         started = time.perf_counter()
         if self._group is None:
             self.connect()
+        if digests is not None:
+            weights = _with_digests(weights, digests)
         stream = buckets(weights, self._bucket_bytes, self._device)
         first = next(stream, None)
         if first is None:
@@ -147,7 +161,7 @@ class BroadcastSender:
         paused_at = time.perf_counter()
         with paused(self._engine, self._pause, self._timeout_s):
             try:
-                num_bytes = self._send(chain([first], stream), version)
+                num_bytes = self._send(chain([first], stream), version, digests is not None)
             except BaseException as error:
                 self._abandon(error)
                 raise
@@ -160,7 +174,7 @@ class BroadcastSender:
             self._group.leave()
             self._group = None
 
-    def _send(self, stream: Iterator[Bucket], version: int) -> int:
+    def _send(self, stream: Iterator[Bucket], version: int, wants_digests: bool) -> int:
         self._ask("start an update", lambda c: c.start_update(self._timeout_s))
         num_bytes = 0
         with ThreadPoolExecutor(1, "megarl-weight-requests") as thread:
@@ -168,7 +182,7 @@ class BroadcastSender:
             for bucket in stream:  # the step packs a bucket while the one before is sent
                 if under_way is not None:
                     _wait(*under_way)
-                under_way = self._start_bucket(bucket, thread)
+                under_way = self._start_bucket(bucket, thread, wants_digests)
                 num_bytes += bucket.buffer.numel()
             assert under_way is not None, "a push without a bucket"
             _wait(*under_way)
@@ -176,10 +190,15 @@ class BroadcastSender:
         return num_bytes
 
     def _start_bucket(
-        self, bucket: Bucket, thread: ThreadPoolExecutor
+        self, bucket: Bucket, thread: ThreadPoolExecutor, wants_digests: bool
     ) -> tuple[Transfer, Future[list[None]]]:
         assert self._group is not None, "a push without a group"
-        info = {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes}
+        info = {
+            "names": bucket.names,
+            "dtypes": bucket.dtypes,
+            "shapes": bucket.shapes,
+            "wants_digests": wants_digests,
+        }
         what = f"take {bucket.names[0]} to {bucket.names[-1]}"
         answers = thread.submit(self._ask, what, lambda c: c.update_weights(info, self._timeout_s))
         return self._group.broadcast(bucket.buffer), answers
@@ -195,6 +214,14 @@ class BroadcastSender:
 
     def _ask(self, what: str, call: Callable[[ServerClient], Awaitable[T]]) -> list[T]:
         return ask_all(self._engine, what, call, self._timeout_s)
+
+
+def _with_digests(
+    weights: Iterable[tuple[str, Tensor]], digests: dict[str, int]
+) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in weights:
+        digests[name] = digest(tensor)
+        yield name, tensor
 
 
 def ask_all(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 ALIGNMENT_BYTES = 16
+_DIGEST_CHUNK_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,21 @@ def unpack(
         num_bytes = _tensor_bytes(dtype, shape)
         yield name, buffer[start : start + num_bytes].view(_dtype(dtype)).view(shape)
         start += _padded(num_bytes)
+
+
+def digest(tensor: Tensor) -> int:
+    """A number that another order or value of the tensor's bytes does not have, by all odds.
+
+    sum_i (i + 1) w_i mod 2^64 over its 4-byte words; the same on a CPU and on a GPU.
+    """
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 4))
+    total = 0
+    for start in range(0, flat.numel(), _DIGEST_CHUNK_BYTES):
+        words = flat[start : start + _DIGEST_CHUNK_BYTES].view(torch.int32).long()
+        places = torch.arange(1, words.numel() + 1, device=words.device) + start // 4
+        total += int((words * places).sum())
+    return total % (1 << 64)
 
 
 def message_bytes(dtypes: list[str], shapes: list[list[int]]) -> int:

@@ -163,6 +163,12 @@ class ServerClient:
         await self._collective_rpc("reload_weights", {"weights_path": path}, timeout_s=timeout_s)
         await self.set_version(version, timeout_s=timeout_s)
 
+    async def weight_digests(self, timeout_s: float = CONTROL_TIMEOUT_S) -> list[dict[str, int]]:
+        """Of each worker, what the last update brought: tensor name -> digest."""
+        answer = await self._collective_rpc("megarl_weight_digests", {}, timeout_s=timeout_s)
+        digests: list[dict[str, int]] = answer["results"]
+        return digests
+
     async def close(self) -> None:
         """Close the connections. In the loop that made them."""
         while self._sessions:
@@ -177,8 +183,8 @@ class ServerClient:
 
     async def _collective_rpc(
         self, method: str, kwargs: dict[str, Any], *, timeout_s: float
-    ) -> None:
-        await self._request(
+    ) -> Any:
+        return await self._request(
             "POST", "/collective_rpc", {"method": method, "kwargs": kwargs}, timeout_s=timeout_s
         )
 

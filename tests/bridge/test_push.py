@@ -10,7 +10,7 @@ from tiny_server import generate, hf_logprobs, named_weights, random_model
 
 from megarl.bridge.disk import DiskSender
 from megarl.bridge.sender import BroadcastSender
-from megarl.errors import WeightUpdateError
+from megarl.errors import EngineError, WeightUpdateError
 
 TOLERANCE = 1e-4  # 50 times what is seen; a wrong weight or a stale cache is off by 0.1 and more
 PROMPT = list(range(65, 97))
@@ -166,3 +166,17 @@ def test_a_trainer_that_fails_halfway_leaves_a_server_that_works(vllm_loop, send
     sender.push(named_weights(models[1]), 3)
     chunk = vllm_loop.run(generate(vllm_loop.clients[0], PROMPT, 32))
     assert error_of(models[1], PROMPT, chunk) < TOLERANCE
+
+
+def test_workers_tell_what_they_were_given(vllm_loop, sender, models):
+    sent = {}
+    sender.push(named_weights(models[0]), 1, digests=sent)
+    assert set(sent) == {name for name, _ in named_weights(models[0])}
+    assert vllm_loop.run(vllm_loop.clients[0].weight_digests()) == [sent]
+    other = {}
+    sender.push(named_weights(models[1]), 2, digests=other)
+    assert vllm_loop.run(vllm_loop.clients[0].weight_digests()) == [other]
+    assert all(sent[name] != other[name] for name in sent)
+    sender.push(named_weights(models[0]), 3)
+    with pytest.raises(EngineError, match="no digests were asked for"):
+        vllm_loop.run(vllm_loop.clients[0].weight_digests())

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.bridge.wire import buckets, message_bytes, unpack
+from megarl.bridge import wire
+from megarl.bridge.wire import buckets, digest, message_bytes, unpack
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int64, torch.bool]
 
@@ -77,3 +78,24 @@ def test_a_buffer_of_another_size_is_an_error():
 def test_an_unknown_dtype_is_an_error():
     with pytest.raises(ValueError, match="'nn' is no dtype"):
         message_bytes(["nn"], [[1]])
+
+
+def test_a_digest_depends_on_every_byte_and_its_place():
+    x = torch.arange(1, 1001, dtype=torch.float32)
+    assert digest(x) == digest(x.clone())
+    assert digest(x) != digest(x.flip(0))
+    changed = x.clone()
+    changed[617] = torch.nextafter(changed[617], torch.tensor(1e9))
+    assert digest(x) != digest(changed)
+    odd = torch.arange(7, dtype=torch.bfloat16)
+    assert digest(odd) == digest(torch.cat([odd, torch.zeros(1, dtype=torch.bfloat16)]))
+    assert digest(odd[:6]) != digest(odd)
+    assert digest(torch.empty(0)) == 0
+    assert 0 <= digest(-x) < 1 << 64
+
+
+def test_a_digest_does_not_depend_on_how_it_is_chunked(monkeypatch):
+    x = torch.randn(999)
+    whole = digest(x)
+    monkeypatch.setattr(wire, "_DIGEST_CHUNK_BYTES", 64)
+    assert digest(x) == whole

@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from tiny_models import VOCAB, save_tiny_hf, split_experts
 
 from megarl import parallel as mesh_module
-from megarl.actor import micro_batch as mb
 from megarl.actor.engine import MegatronEngine
 from megarl.config.schema import (
     MicroBatchSpec,
@@ -70,7 +68,7 @@ def run_megatron(folder: str, parallel: ParallelConfig, options: dict):
         engine = MegatronEngine(config, mesh)
         rows = list(range(mesh.place.dp, len(LENGTHS), mesh.dp))
         batch = make_batch(rows)
-        logits = collect_logits(engine, batch)
+        logits = engine.logits(batch)
         metrics = engine.train_batch(
             batch, weighted_logp_loss, keys=("weights",), num_tokens=len(rows)
         )
@@ -82,32 +80,6 @@ def run_megatron(folder: str, parallel: ParallelConfig, options: dict):
         return metrics, gradients, dict(zip(rows, logits, strict=True)) if logits else {}
     finally:
         mesh_module.destroy()
-
-
-@torch.no_grad()
-def collect_logits(engine: MegatronEngine, batch) -> list[torch.Tensor]:
-    """Full-vocabulary logits of each row, on the ranks of the last stage."""
-    bins = mb.assign(mb.sequence_lengths(batch).tolist(), engine.config.mb_spec, engine.mesh)
-    mesh = engine.mesh
-    micro_batches = mb.build(batch, bins, (), mesh, one_length=engine.needs_one_length)
-
-    def gathered(x, count, group, dim):
-        parts = [torch.empty_like(x) for _ in range(count)]
-        dist.all_gather(parts, x.contiguous(), group=group)
-        return torch.cat(parts, dim=dim)
-
-    def keep(micro_batch, logits):
-        vocab = gathered(logits[0], mesh.parallel.tp, mesh.tp_group, dim=1)
-        full = gathered(vocab, mesh.parallel.cp, mesh.cp_group, dim=0)[micro_batch.places]
-        return logits.new_zeros(()), torch.tensor(1, dtype=torch.int), {"logits": full}
-
-    outputs = engine._run(micro_batches, keep, forward_only=True)
-    rows: dict[int, torch.Tensor] = {}
-    for micro_batch, output in zip(micro_batches, outputs, strict=False):
-        sizes = micro_batch.cu_seqlens.diff().tolist()
-        for row, part in zip(micro_batch.rows.tolist(), output["logits"].split(sizes), strict=True):
-            rows[row] = part
-    return [rows[i] for i in sorted(rows)]
 
 
 def run_hf(model: torch.nn.Module):

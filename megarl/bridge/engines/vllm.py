@@ -27,9 +27,10 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
+from vllm.v1.worker.worker_base import WorkerBase
 
 from megarl.bridge.group import WeightGroup, connect, open_group
-from megarl.bridge.wire import message_bytes, unpack
+from megarl.bridge.wire import digest, message_bytes, unpack
 
 BACKEND = "megarl"
 
@@ -53,6 +54,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
     dtypes: list[str] = field(default_factory=list)
     shapes: list[list[int]] = field(default_factory=list)
     cancel: bool = False
+    wants_digests: bool = False
+    """Keep a digest of each tensor, for `megarl_weight_digests`."""
 
 
 class UpdateCancelled(RuntimeError):
@@ -77,6 +80,8 @@ class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         self._group: WeightGroup | None = None
+        self.digests: dict[str, int] | None = None
+        """Of the tensors that the loader was given in an update whose digests were asked for."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.shutdown()
@@ -93,6 +98,7 @@ class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             )
 
     def start_weight_update(self) -> None:
+        self.digests = None
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         initialize_layerwise_reload(self.model)
@@ -122,6 +128,10 @@ class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         )
         self._group.broadcast(buffer).wait()
         tensors = unpack(buffer, update_info.names, update_info.dtypes, update_info.shapes)
+        if update_info.wants_digests:
+            tensors = list(tensors)
+            digests = {name: digest(tensor) for name, tensor in tensors}
+            self.digests = {**(self.digests or {}), **digests}
         with torch.no_grad(), disable_mtp_completeness_check():
             self.model.load_weights(tensors)
 
@@ -158,8 +168,17 @@ def register() -> None:
     if current_platform.is_cpu():
         _repack_experts_on_reload()
         _repack_tied_heads_on_reload()
+    WorkerBase.megarl_weight_digests = _weight_digests
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, MegarlWeightTransferEngine)
+
+
+def _weight_digests(self: Any) -> dict[str, int]:
+    """A worker's method, for /collective_rpc: what the last update brought to its loader."""
+    digests = self.weight_transfer_engine.digests
+    if digests is None:
+        raise RuntimeError("megarl: no digests were asked for in the last weight update")
+    return dict(digests)
 
 
 def _repack_experts_on_reload() -> None:
