@@ -47,7 +47,8 @@ def train(config: GRPOConfig, run_dir: Path, addresses: list[str], mesh: Mesh) -
         steps = total_steps(config, head, mesh)
         steps_per_epoch = head.prompts.steps_per_epoch if head else 1
         engine = MegatronEngine(config.actor, mesh, total_steps=steps)
-        actor = PPOActor(config.actor, engine, max_response_tokens=config.gconfig.max_new_tokens)
+        longest = config.gconfig.max_new_tokens
+        actor = PPOActor(config.actor, engine, max_response_tokens=longest, stats=stats)
         ref = MegatronEngine(config.ref, mesh) if config.ref else None
         coordinator = DistRolloutCoordinator(config, head, mesh)
         checkpoints = Checkpointer(config, run_dir, engine, steps_per_epoch)

@@ -21,8 +21,17 @@ from megarl.algorithms.losses import Correction, policy_loss
 from megarl.algorithms.normalization import normalize
 from megarl.algorithms.rewards import shape_rewards, token_rewards
 from megarl.config.schema import NormConfig, PPOActorConfig
+from megarl.stats.tracker import StatsTracker
 from megarl.trajectory import select, sequence_lengths
 
+_UPDATE_KEYS = {
+    "loss": "actor_loss",
+    "kl": "approx_kl",
+    "behave_weight": "behave_imp_weight",
+    "behave_kl": "behave_approx_kl",
+    "behave_masked": "rs_filtered_fraction",
+}
+"""Metrics of the loss that AReaL calls otherwise."""
 LOSS_KEYS = ("prox_logp", "behaviour_logp", "advantages", "shifted_mask")
 
 
@@ -34,12 +43,22 @@ def shift(column: Tensor) -> Tensor:
 
 
 class PPOActor:
-    """The policy that learns. Every method is collective over the world."""
+    """The policy that learns. Every method is collective over the world.
+
+    Args:
+      stats: gets AReaL's keys, `ppo_actor/...` and `ppo_actor/update/...`, once a replica.
+    """
 
     def __init__(
-        self, config: PPOActorConfig, engine: MegatronEngine, *, max_response_tokens: int
+        self,
+        config: PPOActorConfig,
+        engine: MegatronEngine,
+        *,
+        max_response_tokens: int,
+        stats: StatsTracker | None = None,
     ) -> None:
         self.config, self.engine, self.mesh = config, engine, engine.mesh
+        self.stats = stats
         self.max_response_tokens = max_response_tokens
         correction = config.rejection_sampling
         self.correction = Correction(**asdict(correction)) if correction else None
@@ -87,7 +106,7 @@ class PPOActor:
                 rewards, everyone, batch["group_ids"], num_groups, config.reward_norm
             )
         anchor = batch["prox_logp"] if self.needs_prox_logp else behaviour
-        per_token = token_rewards(
+        kl_rewards = token_rewards(
             rewards,
             mask,
             batch["no_eos"],
@@ -98,8 +117,8 @@ class PPOActor:
             mask_no_eos_with_zero=config.mask_no_eos_with_zero,
         )
         advantages, _ = gae(
-            per_token,
-            torch.zeros_like(per_token),
+            kl_rewards,
+            torch.zeros_like(kl_rewards),
             mask,
             batch["no_eos"],
             gamma=config.discount,
@@ -111,6 +130,7 @@ class PPOActor:
         batch.update(
             shifted_mask=mask, behaviour_logp=behaviour, prox_logp=anchor, advantages=advantages
         )
+        self._record_batch(batch, rewards, kl_rewards)
         return self._batch_stats(batch, mask)
 
     def ppo_update(self, batch: Batch) -> dict[str, float]:
@@ -128,7 +148,11 @@ class PPOActor:
             steps.append(
                 self.engine.train_batch(minibatch, self._loss, keys=keys, num_tokens=num_tokens)
             )
-        return {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+        means = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+        if self.stats is not None and self.mesh.rank == 0:
+            with self.stats.scope("ppo_actor"), self.stats.scope("update"):
+                self.stats.scalar(**{_UPDATE_KEYS.get(name, name): x for name, x in means.items()})
+        return means
 
     def _loss(self, outputs: TokenOutputs) -> tuple[Tensor, dict[str, Tensor]]:
         config, columns = self.config, outputs.columns
@@ -155,6 +179,38 @@ class PPOActor:
         )
         entropy = torch.where(mask, outputs.entropy.detach(), 0.0).sum() / outputs.num_tokens
         return result.loss, {**result.metrics, "entropy": entropy}
+
+    def _record_batch(self, batch: Batch, rewards: Tensor, kl_rewards: Tensor) -> None:
+        place = self.mesh.place
+        if self.stats is None or (place.tp, place.pp, place.cp) != (0, 0, 0):
+            return
+        stats, mask, attention = self.stats, batch["shifted_mask"], batch["attention_mask"].bool()
+        lengths = sequence_lengths(batch).float()
+        is_correct = batch["rewards"] > 0
+        with stats.scope("ppo_actor"):
+            stats.denominator(
+                n_seqs=torch.ones_like(is_correct),
+                n_tokens=attention,
+                n_valid_tokens=mask,
+                correct_n_seqs=is_correct,
+                incorrect_n_seqs=~is_correct,
+            )
+            stats.stat("correct_n_seqs", reduce="avg", correct_seq_len=lengths)
+            stats.stat("incorrect_n_seqs", reduce="avg", incorrect_seq_len=lengths)
+            stats.stat(
+                "n_seqs",
+                task_reward=batch["rewards"].float(),
+                final_reward=rewards,
+                seq_len=lengths,
+                prompt_len=lengths - mask.sum(1),
+            )
+            stats.stat("n_seqs", reduce="avg", no_eos_ratios=batch["no_eos"].float())
+            stats.stat(
+                "n_valid_tokens",
+                advantages=batch["advantages"],
+                kl_rewards=kl_rewards,
+                old_logp=batch["behaviour_logp"],
+            )
 
     # ------------------------------------------------------------------ over the replicas
 

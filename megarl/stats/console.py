@@ -16,7 +16,7 @@ from rich.progress import (
 from rich.table import Table
 
 SECONDS = "s"
-"""The column of all phases together, the sum of a row's `time/` keys."""
+"""The column of all phases together, the sum of a row's `timeperf/` keys."""
 COLUMNS = {  # key of a row: (heading, format)
     "reward": ("reward", ".3f"),
     "response_tokens": ("tokens", ".1f"),
@@ -62,7 +62,7 @@ class ConsoleReporter:
             self._draw()
 
     def step(self, row: dict[str, float]) -> None:
-        seconds = sum(value for key, value in row.items() if key.startswith("time/"))
+        seconds = sum(value for key, value in row.items() if key.startswith("timeperf/"))
         row = {**row, SECONDS: seconds}
         if self._live is None:
             print(_line(row, self.total_steps), flush=True)

@@ -98,6 +98,7 @@ class RunReporter:
             "eval/reward": result.reward,
             "eval/response_tokens": result.response_tokens,
             "eval/num_episodes": result.num_episodes,
+            "eval-rollout/reward": result.reward,
         }
         self._sink.commit(step, row)
         self._console.eval(row)

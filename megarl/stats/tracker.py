@@ -118,12 +118,12 @@ class StatsTracker:
 
     @contextmanager
     def record_timing(self, name: str) -> Iterator[None]:
-        """Seconds inside, summed under `time/NAME` (outside of all scopes)."""
+        """Seconds inside, summed under `timeperf/NAME` (outside of all scopes)."""
         start = time.perf_counter()
         try:
             yield
         finally:
-            self._record(f"time/{name}", _Value("time", time.perf_counter() - start))
+            self._record(f"timeperf/{name}", _Value("time", time.perf_counter() - start))
 
     def _key(self, name: str) -> str:
         return "/".join([*self._scopes, name])
@@ -178,6 +178,7 @@ class StatsTracker:
 
 
 _default = StatsTracker()
+"""For scripts, through the functions below."""
 scope = _default.scope
 scope_func_wrapper = _default.scope_func_wrapper
 scalar = _default.scalar

@@ -45,7 +45,7 @@ def record_time():
 
 
 def test_times_are_the_slowest_ranks(ranks):
-    assert ranks(2).run(record_time) == [{"time/train_step": 3.0}] * 2
+    assert ranks(2).run(record_time) == [{"timeperf/train_step": 3.0}] * 2
 
 
 def record_as_different_kinds():

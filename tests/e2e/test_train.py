@@ -41,7 +41,7 @@ def test_a_run_leaves_what_the_readme_says_and_nothing_else(tp2_run):
     promised = {
         *("reward", "loss", "grad_norm", "kl", "clip_ratio", "entropy", "num_tokens"),
         *("staleness_mean", "staleness_max"),
-        *("time/rollout", "time/train_step", "time/update_weights"),
+        *("timeperf/rollout", "timeperf/train_step", "timeperf/update_weights"),
     }
     assert promised <= set(first)
     assert [row["version"] for row in (first, second)] == [1, 2]

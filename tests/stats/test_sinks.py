@@ -90,8 +90,8 @@ ROW = {
     "reward": 0.5,
     "loss": -0.25,
     "grad_norm": 1.0,
-    "time/rollout": 1.5,
-    "time/train_step": 0.5,
+    "timeperf/rollout": 1.5,
+    "timeperf/train_step": 0.5,
 }
 
 
@@ -151,6 +151,7 @@ def test_the_last_line_says_what_was_learned(config, tmp_path, capsys):
             "eval/reward": 0.25,
             "eval/response_tokens": 5.0,
             "eval/num_episodes": 8,
+            "eval-rollout/reward": 0.25,
         },
         {"step": 1, "version": 1, "reward": 0.3, "rollout/accepted": 8.0},
         {
@@ -159,6 +160,7 @@ def test_the_last_line_says_what_was_learned(config, tmp_path, capsys):
             "eval/reward": 0.75,
             "eval/response_tokens": 9.0,
             "eval/num_episodes": 8,
+            "eval-rollout/reward": 0.75,
         },
     ]
 

@@ -62,7 +62,7 @@ def test_times_add_up_under_one_key(monkeypatch):
     for _ in range(2):
         with stats.scope("ignored"), stats.record_timing("train_step"):
             pass
-    assert stats.export() == {"time/train_step": 2.75}
+    assert stats.export() == {"timeperf/train_step": 2.75}
 
 
 def test_values_of_several_calls_become_one():
