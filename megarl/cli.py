@@ -1,4 +1,4 @@
-"""The `megarl` command: train, sft, eval, doctor.
+"""The `megarl` command: train, sft, launch, eval, verify, convert, doctor.
 
 A config that cannot run is one line on stderr and exit code 2, before any process starts.
 This module and what it imports leave torch alone: `megarl --help` answers at once.
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megarl import __version__
 from megarl.config.checks import check, has_weights
@@ -19,6 +20,8 @@ from megarl.config.load import load, resolve
 from megarl.config.run import GRPOConfig, SFTConfig
 from megarl.errors import ConfigError, LaunchError
 from megarl.launch import local, placement
+from megarl.launch.convert import convert
+from megarl.launch.verify import verify
 
 _OVERRIDES_HELP = """\
 CONFIG is a YAML file. Each override is KEY=VALUE with the dotted name of any key of the
@@ -54,8 +57,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _train(args.config, args.overrides, overwrite=args.overwrite)
         if command == "sft":
             return _sft(args.config, args.overrides, overwrite=args.overwrite)
+        if command == "launch":
+            return _launch(args.script, args.config, args.overrides, overwrite=args.overwrite)
         if command == "eval":
             return _eval(args.config, args.overrides, checkpoint=args.checkpoint)
+        if command == "convert":
+            return convert(
+                args.source,
+                args.target,
+                parallel=args.parallel,
+                dtype=args.dtype,
+                model=args.model,
+            )
+        if command == "verify":
+            return verify(
+                resolve(load(args.config, args.overrides)),
+                checkpoint=args.checkpoint,
+                with_servers=not args.no_servers,
+                as_json=args.json,
+            )
         return _doctor()
     except ConfigError as error:
         print(f"megarl: {error}", file=sys.stderr)
@@ -78,6 +98,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         "train": "train a model with reinforcement learning, on this machine",
         "sft": "fine-tune a model on prompts and completions, on this machine",
         "eval": "score a model on the config's valid_dataset",
+        "verify": "compare trainer, servers and transformers, number by number",
     }
     made = {}
     for name, text in texts.items():
@@ -99,9 +120,72 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     made["eval"].add_argument(
         "--checkpoint", metavar="DIR", type=Path, help="model folder; default: actor.path"
     )
+    made["verify"].add_argument(
+        "--checkpoint",
+        metavar="DIR",
+        type=Path,
+        help="HF folder or training state to compare with the model of actor.path",
+    )
+    made["verify"].add_argument("--json", action="store_true", help="print JSON, not a table")
+    made["verify"].add_argument(
+        "--no-servers", action="store_true", help="compare trainer and transformers only"
+    )
+    made["launch"] = _launch_parser(commands)
+    made["convert"] = _convert_parser(commands)
     text = "print what this installation and this machine have"
     made["doctor"] = commands.add_parser("doctor", help=text, description=text)
     return parser, made
+
+
+def _launch_parser(commands: Any) -> argparse.ArgumentParser:
+    text = "run a training script of your own beside its servers, on this machine"
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "launch",
+        help=text,
+        description=text[0].upper() + text[1:] + ".",
+        epilog=_OVERRIDES_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("script", metavar="SCRIPT.py", type=Path, help="started once a rank")
+    parser.add_argument(
+        "--config", metavar="CONFIG", type=Path, required=True, help="YAML file of the run"
+    )
+    parser.add_argument(
+        "overrides", metavar="KEY=VALUE", nargs="*", help="changes to the file's keys"
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="delete an earlier trial of the same name"
+    )
+    return parser
+
+
+def _convert_parser(commands: Any) -> argparse.ArgumentParser:
+    text = "turn a .gguf file or a training state into an HF folder, or that into a state"
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "convert", help=text, description=text[0].upper() + text[1:] + "."
+    )
+    parser.add_argument(
+        "source", metavar="SOURCE", type=Path, help=".gguf file, HF folder, or RUN/recover"
+    )
+    parser.add_argument(
+        "target", metavar="TARGET", type=Path, help="new folder; it appears whole or not at all"
+    )
+    parser.add_argument(
+        "--parallel",
+        metavar="tp=2,pp=2",
+        default="",
+        help="layout of the ranks that read and write; default: one rank",
+    )
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), help="default: as SOURCE; .gguf: float32"
+    )
+    parser.add_argument(
+        "--model",
+        metavar="HF_FOLDER",
+        type=Path,
+        help="config and tokenizer of a training state; default: its run's actor.path",
+    )
+    return parser
 
 
 def _train(path: Path, overrides: Sequence[str], *, overwrite: bool) -> int:
@@ -114,6 +198,14 @@ def _sft(path: Path, overrides: Sequence[str], *, overwrite: bool) -> int:
     config = resolve(load(path, overrides, SFTConfig))
     check(config)
     return local.run(config, "sft", overwrite=overwrite)
+
+
+def _launch(script: Path, path: Path, overrides: Sequence[str], *, overwrite: bool) -> int:
+    if not script.is_file():
+        raise ConfigError(f"SCRIPT.py: no file {script}")
+    config: GRPOConfig = resolve(load(path, overrides))
+    check(config)
+    return local.run(config, "script", overwrite=overwrite, script=script)
 
 
 def _eval(path: Path, overrides: Sequence[str], *, checkpoint: Path | None) -> int:

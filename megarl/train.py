@@ -63,7 +63,8 @@ def train(config: GRPOConfig, run_dir: Path, addresses: list[str], mesh: Mesh) -
         coordinator.num_batches = first
         report.start(steps, after=first)
         push_weights(engine, head, sender, version=first)
-        if head and config.evaluator.at_start and first == 0:
+        evaluates = config.valid_dataset is not None
+        if head and evaluates and config.evaluator.at_start and first == 0:
             report.evaluation(0, head.evaluate())
 
         for step in range(first + 1, steps + 1):
@@ -86,7 +87,7 @@ def train(config: GRPOConfig, run_dir: Path, addresses: list[str], mesh: Mesh) -
                 checkpoints.after_step(step, last=step == steps)
             report.step(step, stats.export(mesh.cpu_group), pool_stats)
             is_last_eval = step == steps and config.evaluator.at_end
-            if head and (evaluations.due(step) or is_last_eval):
+            if head and evaluates and (evaluations.due(step) or is_last_eval):
                 report.evaluation(step, head.evaluate())
             # Last: a run that goes on after this step finds all that the step reported.
             with stats.record_timing("checkpoint_for_recover"):

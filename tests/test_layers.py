@@ -17,7 +17,7 @@ LAYERS = [  # low to high; a module imports its own layer and those on earlier l
     {"model", "bridge"},
     {"rollout_head"},
     {"actor"},
-    {"train", "sft", "evaluate"},
+    {"train", "sft", "evaluate", "convert", "verify"},
     {"api", "cli", "launch"},
 ]
 SIBLINGS = {"data", "algorithms", "ops", "rollout"}  # of one layer, but strangers to each other
@@ -59,7 +59,7 @@ def wrong_imports(module: str, path: Path) -> list[str]:
     level = {name: i for i, layer in enumerate(LAYERS) for name in layer}
     unit = Path(module).parts[0].removesuffix(".py")
     if unit == "__init__":
-        return [f"{module} imports {name}" for name in imported(path)]
+        return [f"{module} imports {name}" for name in imported(path) - {"warnings"}]
     assert unit in level, f"{unit} has no place in LAYERS"
     wrong = []
     for name in imported(path):

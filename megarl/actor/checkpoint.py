@@ -12,7 +12,7 @@ from megarl.actor.engine import MegatronEngine
 from megarl.bridge.disk import write_safetensors
 from megarl.config.run import BaseExperimentConfig, FrequencyConfig
 
-_HF_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
+HF_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 """Config and tokenizer files that go along from the model's own folder."""
 
 
@@ -68,11 +68,11 @@ def save_hf(engine: MegatronEngine, folder: Path, max_shard_bytes: int = 5 << 30
         partial.mkdir(parents=True)
         write_safetensors(engine.export, partial, max_shard_bytes=max_shard_bytes)
         source = Path(engine.config.path)
-        for pattern in _HF_FILES:
+        for pattern in HF_FILES:
             for path in source.glob(pattern):
                 if not path.name.endswith(".index.json"):
                     shutil.copy(path, partial / path.name)
-        _set_dtype(partial / "config.json", str(engine.spec.transformer.params_dtype))
+        set_dtype(partial / "config.json", str(engine.spec.transformer.params_dtype))
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
     else:
@@ -81,7 +81,7 @@ def save_hf(engine: MegatronEngine, folder: Path, max_shard_bytes: int = 5 << 30
     dist.barrier(group=engine.mesh.cpu_group)
 
 
-def _set_dtype(path: Path, dtype: str) -> None:
+def set_dtype(path: Path, dtype: str) -> None:
     config = json.loads(path.read_text())
     config.pop("torch_dtype", None)
     config["dtype"] = dtype.removeprefix("torch.")

@@ -27,7 +27,7 @@ from megarl.platform import is_cuda
 logger = logging.getLogger(__name__)
 
 _LATEST = "latest"
-_COUNTERS = "counters.json"
+COUNTERS = "counters.json"
 _POOL = "pool.pt"
 _RNG = "rng_{}.pt"
 
@@ -58,7 +58,7 @@ class StateWriter:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         dist.barrier(group=group)
-        metadata = _metadata()
+        metadata = content_metadata()
         state = _sharded_state(self.engine, metadata, is_loading=False)
         described = {key: x for key, x in metadata.items() if key != "dp_cp_group"}
         request = dist_checkpointing.save(
@@ -69,7 +69,7 @@ class StateWriter:
         )
         torch.save(_generators(), partial / _RNG.format(rank))
         if rank == 0:
-            (partial / _COUNTERS).write_text(json.dumps({**counters, "step": step}))
+            (partial / COUNTERS).write_text(json.dumps({**counters, "step": step}))
             torch.save(pool, partial / _POOL)
         dist.barrier(group=group)
         if self._queue is None:
@@ -113,7 +113,7 @@ def latest_state(root: Path) -> Path | None:
     if not pointer.is_file():
         return None
     folder = root / pointer.read_text().strip()
-    if not (folder / _COUNTERS).is_file():
+    if not (folder / COUNTERS).is_file():
         raise CheckpointError(f"{pointer} names {folder}, which is not a whole checkpoint")
     return folder
 
@@ -124,9 +124,9 @@ def load_state(engine: MegatronEngine, folder: Path) -> dict[str, Any]:
     Returns:
       the counters given to `StateWriter.save`, and `step`.
     """
-    counters: dict[str, Any] = json.loads((folder / _COUNTERS).read_text())
+    counters: dict[str, Any] = json.loads((folder / COUNTERS).read_text())
     state = dist_checkpointing.load(
-        _sharded_state(engine, _metadata(), is_loading=True), str(folder)
+        _sharded_state(engine, content_metadata(), is_loading=True), str(folder)
     )
     for i, chunk in enumerate(engine.chunks):
         chunk.load_state_dict(state[f"model{i}"])
@@ -171,7 +171,7 @@ def _restore_generators(engine: MegatronEngine, folder: Path) -> None:
     random.setstate((version, tuple(internal), gauss))
 
 
-def _metadata() -> dict[str, Any]:
+def content_metadata() -> dict[str, Any]:
     return {
         # The form that a world of another size can load.
         "distrib_optim_sharding_type": "fully_reshardable",

@@ -15,10 +15,10 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import apply_factories
 
 from megarl.actor.engine import MegatronEngine
-from megarl.actor.state import _COUNTERS, _metadata
+from megarl.actor.state import COUNTERS, content_metadata
 from megarl.errors import CheckpointError
 
-OWN_FILES = (_COUNTERS, "metadata.json", ".metadata")
+OWN_FILES = (COUNTERS, "metadata.json", ".metadata")
 """Of a state; what else has such a suffix in its folder belongs to the model."""
 _OPTIMIZER = ("optimizer.", "chained_")
 """Prefixes of its tensors in a whole state."""
@@ -29,12 +29,12 @@ _FIRST_WEIGHT = "embedding.word_embeddings.weight"
 
 def save_weights(engine: MegatronEngine, folder: Path) -> None:
     """Write the engine's weights into `folder`, which exists and is empty. Collective."""
-    metadata = _metadata()
+    metadata = content_metadata()
     state = _weights_of(engine, metadata)
     described = {key: x for key, x in metadata.items() if key != "dp_cp_group"}
     dist_checkpointing.save(state, str(folder), content_metadata=described)
     if engine.mesh.rank == 0:
-        (folder / _COUNTERS).write_text(json.dumps({"step": 0}))
+        (folder / COUNTERS).write_text(json.dumps({"step": 0}))
     dist.barrier(group=engine.mesh.cpu_group)
 
 
@@ -48,7 +48,7 @@ def load_weights(engine: MegatronEngine, folder: Path) -> None:
       CheckpointError: the state lacks a weight, or is of another model.
     """
     _check_same_model(engine, folder)
-    state = dist_checkpointing.load(_weights_of(engine, _metadata()), str(folder))
+    state = dist_checkpointing.load(_weights_of(engine, content_metadata()), str(folder))
     for i, chunk in enumerate(engine.chunks):
         chunk.load_state_dict(state[f"model{i}"])
 
@@ -81,7 +81,7 @@ def _check_same_model(engine: MegatronEngine, folder: Path) -> None:
         for key, tensor in dist_checkpointing.load_tensors_metadata(str(folder)).items()
         if not key.startswith(_OPTIMIZER)
     }
-    weights = _weights_of(engine, _metadata())
+    weights = _weights_of(engine, content_metadata())
     apply_factories(weights)
     mine = {
         x.key: (tuple(x.global_shape), x.allow_shape_mismatch)

@@ -86,9 +86,15 @@ def _call_generator(config: DatasetConfig, target: str, section: str) -> list[Ro
 
 
 def _load_files(config: DatasetConfig, section: str) -> list[Row]:
-    """Rows through `datasets`: a local file by its suffix, anything else by its hub name."""
+    """Rows through `datasets`: a local file by its suffix, anything else by its hub name.
+
+    Options are those of `datasets.load_dataset`, and two of our own: `columns`, see `_renamed`,
+    and `instruction`, which ends each question.
+    """
     import datasets  # two seconds, and generated datasets do without
 
+    options = dict(config.options)
+    columns, instruction = options.pop("columns", {}), options.pop("instruction", "")
     path = Path(config.path)
     file_format = _FILE_FORMATS.get(path.suffix)
     if file_format is not None and path.is_file() and path.stat().st_size == 0:
@@ -96,11 +102,35 @@ def _load_files(config: DatasetConfig, section: str) -> list[Row]:
     try:
         if file_format is not None:
             loaded = datasets.load_dataset(
-                file_format, data_files=config.path, split="train", **config.options
+                file_format, data_files=config.path, split="train", **options
             )
         else:
-            loaded = datasets.load_dataset(config.path, split=config.split, **config.options)
+            loaded = datasets.load_dataset(config.path, split=config.split, **options)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = error.__cause__ or error  # a bad line of a file is in the cause only
         raise ConfigError(f"{section}.path: {config.path}: {reason}") from error
-    return [dict(row) for row in loaded]
+    return [_renamed(dict(row), columns, instruction, section) for row in loaded]
+
+
+def _renamed(row: Row, columns: dict[str, str], instruction: str, section: str) -> Row:
+    """`row` with its columns under the names that are read here, as messages where asked.
+
+    Args:
+      columns: {"messages": "question", "answer": "solution"}: ours, and the file's. A text for
+        `messages` becomes one message of a user. Columns that are not named keep their names.
+      instruction: added to the prompt, or to a text that becomes messages.
+    """
+    for name, column in columns.items():
+        if column not in row:
+            raise ConfigError(
+                f"{section}.options.columns.{name}: no column {column!r}; a row has "
+                f"{', '.join(row)}"
+            )
+    renamed = {name: row[column] for name, column in columns.items()}
+    row = {key: x for key, x in row.items() if key not in columns.values()} | renamed
+    for name in ("prompt", "messages"):
+        if isinstance(row.get(name), str):
+            row[name] += instruction
+    if isinstance(row.get("messages"), str):
+        row["messages"] = [{"role": "user", "content": row["messages"]}]
+    return row

@@ -13,12 +13,13 @@ _NUMBER = re.compile(r"(?<![\d.])-?\d+(?:\.\d+)?")
 def generate_rows(
     name: str, *, size: int, seed: int, options: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """`size` rows of reasoning-gym's dataset `name`: prompt, answer, and its whole entry.
+    """`size` rows of reasoning-gym's dataset `name`: prompt or messages, answer, whole entry.
 
     Args:
       seed: entry i is made from seed + i, so the rows of two near seeds are mostly the same.
       options: the generator's own; and `bare`, which makes the prompt what follows the
-        question's last colon, `3 + 4 - 5 =`, for a model that reads no instructions.
+        question's last colon, `3 + 4 - 5 =`, for a model that reads no instructions; and
+        `chat`, which makes `messages` of it, one of a user, instead of `prompt`.
 
     Raises:
       ValueError: there is no such dataset, or it refuses an option.
@@ -26,7 +27,7 @@ def generate_rows(
     import reasoning_gym
 
     options = dict(options)
-    bare = options.pop("bare", False)
+    bare, chat = options.pop("bare", False), options.pop("chat", False)
     try:
         dataset = reasoning_gym.create_dataset(name, size=size, seed=seed, **options)
     except (TypeError, ValueError, AssertionError) as error:
@@ -35,7 +36,8 @@ def generate_rows(
     for entry in dataset:
         question = entry["question"]
         prompt = question.rpartition(": ")[2] if bare else question
-        rows.append({"prompt": prompt, "answer": entry["answer"], "entry": entry})
+        asked = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+        rows.append({**asked, "answer": entry["answer"], "entry": entry})
     return rows
 
 

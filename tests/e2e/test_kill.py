@@ -25,7 +25,9 @@ COMMAND = [
 
 def numbers(run):
     """All that a run reports but times."""
-    return [{key: x for key, x in row.items() if not key.startswith("timeperf/")} for row in run.rows()]
+    return [
+        {key: x for key, x in row.items() if not key.startswith("timeperf/")} for row in run.rows()
+    ]
 
 
 def kill_somewhere(run, rng):

@@ -104,7 +104,7 @@ def test_a_killed_run_goes_on_with_the_same_numbers(tp2_run, tmp_path):
             assert row[key] == want[key], key
 
 
-ENDLESS = ["total_train_steps=1000", "evaluator.at_start=false", "train_dataset.batch_size=8"]
+ENDLESS = ["total_train_steps=1000", "valid_dataset=null", "train_dataset.batch_size=8"]
 
 
 @pytest.mark.parametrize("how", ["Ctrl-C", "kill -9 of the launcher", "a server that dies"])
