@@ -237,7 +237,7 @@ datasets = st.builds(
 actors = st.builds(
     PPOActorConfig,
     path=strings,
-    parallel=st.builds(ParallelConfig, tp=positive, etp=st.none() | positive),
+    parallel=st.builds(ParallelConfig, tp=positive, ep=st.integers(2, 8), etp=st.none() | positive),
     optimizer=st.none() | st.builds(OptimizerConfig, lr=st.floats(0, 1), eps=st.floats(0, 1e-3)),
     adv_norm=st.none() | st.builds(NormConfig, eps=st.floats(1e-12, 1)),
     rejection_sampling=st.none(),
