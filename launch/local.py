@@ -4,7 +4,8 @@ Rank 0 writes to the launcher's own terminal, all others to RUN_DIR/logs/NAME.lo
 told of each other by torchrun's variables, and of the servers by MEGARL_SERVER_ADDRS. What happens
 to the processes from their start to their end is in `megarl.launch.supervise`. Imports no torch.
 
-`python -m megarl.launch.local CONFIG [key=value ...]` is `megarl train CONFIG ...`.
+`python -m megarl.launch.local CONFIG [key=value ...]` is `megarl train CONFIG ...`, and
+`python -m megarl.launch.local SCRIPT.py --config CONFIG ...` is `megarl launch SCRIPT.py ...`.
 """
 
 import os
@@ -23,7 +24,7 @@ from megarl.launch.process import Process
 from megarl.launch.supervise import supervise
 from megarl.rollout.servers import vllm_command
 
-Program = Literal["train", "sft", "evaluate", "verify"]
+Program = Literal["train", "sft", "evaluate", "verify", "script"]
 
 
 def run(
@@ -33,6 +34,7 @@ def run(
     overwrite: bool = False,
     arguments: Sequence[str] = (),
     with_servers: bool = True,
+    script: Path | None = None,
 ) -> int:
     """Run `python -m megarl.PROGRAM RUN_DIR` with the servers it needs; the exit code.
 
@@ -43,9 +45,11 @@ def run(
       config: resolved and checked.
       program: `evaluate` is one client process in the run's `eval` folder, with servers that
         load the weights of `actor.path`; `verify` are all ranks, in its `verify` folder; the
-        others train from what `config` says.
+        others train from what `config` says. `script` is `python SCRIPT --config
+        RUN_DIR/config.yaml` on all ranks, with servers that load the weights of `actor.path`.
       overwrite: delete an earlier trial in the run folder; otherwise that is a ConfigError.
       arguments: of the program, after RUN_DIR.
+      script: the file of program `script`.
 
     Raises:
       ConfigError: before anything is started.
@@ -64,7 +68,13 @@ def run(
         used, run_dir = "keep", run_dir / ("eval" if program == "evaluate" else program)
     machine = placement.this_machine(os.environ)
     servers, ranks = plan(
-        config, program, run_dir, machine, arguments=arguments, with_servers=with_servers
+        config,
+        program,
+        run_dir,
+        machine,
+        arguments=arguments,
+        with_servers=with_servers,
+        script=script,
     )
     with claimed(run_dir, dump(config), used=used):
         what = f"{len(machine.gpus)} GPUs" if machine.gpus else f"{machine.num_cores} cores"
@@ -86,6 +96,7 @@ def plan(
     *,
     arguments: Sequence[str] = (),
     with_servers: bool = True,
+    script: Path | None = None,
 ) -> tuple[list[Process], list[Process]]:
     """The servers and the ranks of a run, not started. ConfigError if the GPUs are too few."""
     evaluating = program == "evaluate"
@@ -105,7 +116,9 @@ def plan(
     threads = 1 if machine.gpus else max(1, machine.num_cores // workers)
     servers = []
     if rollout is not None and isinstance(config, GRPOConfig):
-        servers = _servers(config, run_dir, machine, places, ports, evaluating, threads)
+        # A script may ask for episodes before it trains; the trainer pushes first.
+        loads = evaluating or (script is not None and not config.actor.init_from_scratch)
+        servers = _servers(config, run_dir, machine, places, ports, evaluating, loads, threads)
     env = {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
         "PYTHONUNBUFFERED": "1",
@@ -116,10 +129,15 @@ def plan(
     }
     if ports:
         env["MEGARL_SERVER_ADDRS"] = ",".join(f"127.0.0.1:{port}" for port in ports)
+    if script is not None and config.actor.init_from_scratch:
+        env["MEGARL_SERVERS_WITHOUT_WEIGHTS"] = "1"
+    argv = [sys.executable, "-m", f"megarl.{program}", str(run_dir), *arguments]
+    if script is not None:
+        argv = [sys.executable, str(script), "--config", str(run_dir / folder.CONFIG_NAME)]
     ranks = [
         Process(
             f"rank {rank}",
-            [sys.executable, "-m", f"megarl.{program}", str(run_dir), *arguments],
+            argv,
             env=_environment(places.trainer, {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}),
             log=None if rank == 0 else run_dir / "logs" / f"rank-{rank}.log",
         )
@@ -135,6 +153,7 @@ def _servers(
     places: Placement,
     ports: Sequence[int],
     evaluating: bool,
+    loads: bool,
     cpu_threads: int,
 ) -> list[Process]:
     processes = []
@@ -146,8 +165,7 @@ def _servers(
             vllm=config.vllm,
             parallel=config.rollout.parallel,
             device=machine.device,
-            # A trainer pushes the first weights before the first request.
-            load_format="auto" if evaluating else "dummy",
+            load_format="auto" if loads else "dummy",
             weight_backend=not evaluating,
             server_index=index,
             cpu_threads=cpu_threads,
@@ -172,4 +190,5 @@ def _environment(devices: str | None, additions: Mapping[str, str]) -> dict[str,
 if __name__ == "__main__":
     from megarl.cli import main
 
-    sys.exit(main(["train", *sys.argv[1:]]))
+    is_script = len(sys.argv) > 1 and sys.argv[1].endswith(".py")
+    sys.exit(main(["launch" if is_script else "train", *sys.argv[1:]]))

@@ -4,9 +4,11 @@ Rank 0 alone talks to the servers. What the other ranks need of an episode reach
 through `scatter_batch`; what the servers need of the weights passes rank 0's sender.
 """
 
+import contextlib
+from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,11 +16,14 @@ import torch.distributed as dist
 from megarl.actor.micro_batch import Batch
 from megarl.actor.scatter import scatter_batch
 from megarl.config.run import GRPOConfig
+from megarl.config.schema import TrainEngineConfig
 from megarl.parallel import Mesh
+from megarl.rollout.api import AcceptFn, RolloutWorkflow, Row
+from megarl.rollout.remote import RemoteVLLMEngine, RowStream
 from megarl.rollout_head import RolloutHead
 
 
-@contextmanager
+@contextlib.contextmanager
 def open_rollout(
     config: GRPOConfig, addresses: list[str], run_dir: Path, mesh: Mesh
 ) -> Iterator[RolloutHead | None]:
@@ -57,6 +62,156 @@ class DistRolloutCoordinator:
         self.num_batches += 1
         minibatches = self.config.actor.ppo_n_minibatches
         return scatter_batch(batch, self.mesh, n_minibatches=minibatches, seed=seed), stats
+
+
+class _OutOfRows(Exception):
+    """Rank 0's pool wants rows that other ranks hold."""
+
+
+class _SharedRows(RowStream):
+    """Rows that each replica's head has read of its own dataloader, on rank 0."""
+
+    def __init__(self, batch_size: int) -> None:
+        self.dataloader, self.batch_size = None, batch_size
+        self._gathered: deque[list[Row]] = deque()
+
+    def add(self, rows: list[Row]) -> None:
+        self._gathered.append(rows)
+
+    def __next__(self) -> list[Row]:
+        if not self._gathered:
+            raise _OutOfRows
+        return self._gathered.popleft()
+
+
+class ScriptCoordinator:
+    """AReaL's DistRolloutCoordinator: the episodes of a script's rank 0 for all its ranks.
+
+    A dataloader gives a step's rows on rank 0 alone (whose batch_size is then B, the rollout
+    engine's consumer_batch_size), or each data-parallel rank has one of its own share of the
+    data, with B / dp rows a batch. Every method is collective over the world.
+
+    Args:
+      rollout_engine: initialised; only that of rank 0 acts.
+      train_engine: has been given its process group.
+    """
+
+    def __init__(self, rollout_engine: RemoteVLLMEngine, train_engine: "TrainRank") -> None:
+        self.rollout, self.mesh = rollout_engine, train_engine.mesh
+        self._n_minibatches = getattr(train_engine.config, "ppo_n_minibatches", 1)
+        self._seed = train_engine.seed
+        self._num_batches = 0
+        self._shared: _SharedRows | None = None
+        self._own: RowStream | None = None
+
+    def prepare_batch(
+        self,
+        dataloader: Any,
+        granularity: int = 1,
+        workflow: RolloutWorkflow | None = None,
+        should_accept_fn: AcceptFn | None = None,
+    ) -> Batch:
+        """This replica's rows of the next batch of B accepted episodes.
+
+        Args:
+          granularity: rows that stand next to each other and stay on one replica.
+
+        Raises:
+          ValueError: no workflow, or a batch size that is neither B nor B / dp.
+        """
+        workflow = _needed(workflow)
+        batch: Batch | None = None
+        if self._is_share(dataloader.batch_size):
+            batch = self._prepare_from_shares(dataloader, workflow, should_accept_fn)
+        elif self.rollout.is_head:
+            batch = self.rollout.prepare_batch(dataloader, workflow, should_accept_fn)
+        return self._scatter(batch, granularity)
+
+    def rollout_batch(
+        self,
+        data: list[Row],
+        granularity: int = 1,
+        workflow: RolloutWorkflow | None = None,
+        should_accept_fn: AcceptFn | None = None,
+    ) -> Batch:
+        """This replica's rows of the episodes of `data`, generated now.
+
+        Args:
+          data: B / dp rows, the share of this data-parallel rank; any other number is the
+            whole batch, and rank 0's is taken.
+        """
+        workflow = _needed(workflow)
+        rows = self._gather(data) if self._is_share(len(data)) else data
+        batch: Batch | None = None
+        if self.rollout.is_head:
+            batch = self.rollout.rollout_batch(rows, workflow, should_accept_fn)
+        return self._scatter(batch, granularity)
+
+    def _scatter(self, batch: Batch | None, granularity: int) -> Batch:
+        seed = self._seed + self._num_batches
+        self._num_batches += 1
+        return scatter_batch(
+            batch,
+            self.mesh,
+            n_minibatches=self._n_minibatches,
+            seed=seed,
+            granularity=granularity,
+        )
+
+    def _is_share(self, num_rows: int) -> bool:
+        batch_size = self.rollout.config.consumer_batch_size
+        return self.mesh.dp > 1 and num_rows * self.mesh.dp == batch_size
+
+    def _prepare_from_shares(
+        self, dataloader: Any, workflow: RolloutWorkflow, should_accept_fn: AcceptFn | None
+    ) -> Batch | None:
+        """Rank 0 asks for rows as often as its pool runs out of them."""
+        if self._own is None or self._own.dataloader is not dataloader:
+            self._own = RowStream(dataloader)
+            self._shared = _SharedRows(self._own.batch_size * self.mesh.dp)
+        assert self._shared is not None
+        batch: Batch | None = None
+        while batch is None:
+            if self.rollout.is_head:
+                with contextlib.suppress(_OutOfRows):
+                    batch = self.rollout.prepare_batch(self._shared, workflow, should_accept_fn)
+            if not self._of_rank_0(batch is None):
+                break
+            self._shared.add(self._gather(next(self._own)))
+        return batch
+
+    def _of_rank_0(self, value: bool) -> bool:
+        """Rank 0's value, on all ranks."""
+        shared = torch.tensor([value])
+        dist.broadcast(shared, 0, group=self.mesh.cpu_group)
+        return bool(shared)
+
+    def _gather(self, rows: list[Row]) -> list[Row]:
+        """The rows of all replicas' heads in their order, on rank 0; others get their own."""
+        mesh = self.mesh
+        parts: list[Any] | None = [None] * mesh.world_size if mesh.rank == 0 else None
+        mine = rows if mesh.rank == mesh.replica_ranks[0] else None
+        dist.gather_object(mine, parts, dst=0, group=mesh.cpu_group)
+        if parts is None:
+            return rows
+        return [row for part in parts if part is not None for row in part]
+
+
+class TrainRank(Protocol):
+    """What the coordinator needs of a script's actor."""
+
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def config(self) -> TrainEngineConfig: ...
+    @property
+    def seed(self) -> int: ...
+
+
+def _needed(workflow: RolloutWorkflow | None) -> RolloutWorkflow:
+    if workflow is None:
+        raise ValueError("workflow: an instance of a workflow is needed")
+    return workflow
 
 
 def total_steps(config: GRPOConfig, head: RolloutHead | None, mesh: Mesh) -> int:

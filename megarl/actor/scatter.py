@@ -21,18 +21,26 @@ MINIBATCH = "minibatch"
 """Column [B] int64 added here: the optimizer step a row belongs to."""
 
 
-def scatter_batch(batch: Batch | None, mesh: Mesh, *, n_minibatches: int, seed: int) -> Batch:
+def scatter_batch(
+    batch: Batch | None, mesh: Mesh, *, n_minibatches: int, seed: int, granularity: int = 1
+) -> Batch:
     """The rows of this rank's replica, with a MINIBATCH column. Collective over the world.
 
     Args:
       batch: the whole padded batch on rank 0, None elsewhere.
       seed: of the shuffle that cuts minibatches.
+      granularity: rows of a group that stays together, see split_batch.
+
+    Raises:
+      ValueError: on rank 0, see split_batch.
     """
     parts: list[Batch] = []
     if mesh.rank == 0:
         assert batch is not None
         lengths = sequence_lengths(batch).tolist()
-        split = split_batch(lengths, dp=mesh.dp, n_minibatches=n_minibatches, seed=seed)
+        split = split_batch(
+            lengths, dp=mesh.dp, n_minibatches=n_minibatches, seed=seed, granularity=granularity
+        )
         parts = [_part(batch, minibatches) for minibatches in split]
     head = mesh.replica_ranks[0]
     mine: Batch = parts[0] if mesh.rank == 0 else {}

@@ -166,7 +166,7 @@ def _no_empty_bin(bins: list[list[int]], lengths: Sequence[int]) -> list[list[in
 
 
 def split_batch(
-    lengths: Sequence[int], *, dp: int, n_minibatches: int, seed: int
+    lengths: Sequence[int], *, dp: int, n_minibatches: int, seed: int, granularity: int = 1
 ) -> list[list[list[int]]]:
     """Rows of each minibatch on each data-parallel replica: [replica][minibatch][row].
 
@@ -174,17 +174,31 @@ def split_batch(
     apart), then each is balanced over the replicas by tokens: the rows of an optimizer step
     do not depend on `dp`.
 
+    Args:
+      granularity: g, rows i * g to i * g + g - 1 are one group, which is never torn: it is
+        drawn, weighed and placed as a whole.
+
     Raises:
-      ValueError: a minibatch has fewer rows than replicas.
+      ValueError: the rows are not a multiple of g, or a minibatch has fewer groups than
+        replicas.
     """
-    order = list(range(len(lengths)))
+    if granularity < 1 or len(lengths) % granularity:
+        raise ValueError(
+            f"{len(lengths)} sequences are not a multiple of granularity {granularity}"
+        )
+    groups = range(0, len(lengths), granularity)
+    sizes = [sum(lengths[first : first + granularity]) for first in groups]
+    order = list(range(len(sizes)))
     if n_minibatches > 1:
         random.Random(seed).shuffle(order)
     replicas: list[list[list[int]]] = [[] for _ in range(dp)]
     for i in range(n_minibatches):
-        rows = sorted(order[i::n_minibatches])
-        if len(rows) < dp:
-            raise ValueError(f"minibatch {i} has {len(rows)} sequences for {dp} replicas")
-        for replica, share in enumerate(partition([lengths[row] for row in rows], dp)):
-            replicas[replica].append([rows[j] for j in share])
+        drawn = sorted(order[i::n_minibatches])
+        if len(drawn) < dp:
+            what = "sequences" if granularity == 1 else f"groups of {granularity} sequences"
+            raise ValueError(f"minibatch {i} has {len(drawn)} {what} for {dp} replicas")
+        for replica, share in enumerate(partition([sizes[group] for group in drawn], dp)):
+            firsts = [drawn[j] * granularity for j in share]
+            rows = [row for first in firsts for row in range(first, first + granularity)]
+            replicas[replica].append(rows)
     return replicas

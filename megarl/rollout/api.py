@@ -2,7 +2,7 @@
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -56,6 +56,45 @@ class GenerationEngine(Protocol):
     async def agenerate(self, req: ModelRequest) -> ModelResponse: ...
 
     def get_version(self) -> int: ...
+
+
+class InferenceEngine(GenerationEngine, Protocol):
+    """What a training script sees of it. Only the trainer's rank 0 has one that acts."""
+
+    def set_version(self, version: int) -> None: ...
+
+    def submit(
+        self,
+        data: Row,
+        workflow: "RolloutWorkflow",
+        should_accept_fn: "AcceptFn | None" = None,
+    ) -> int: ...
+
+    def wait(self, count: int) -> Trajectory: ...
+
+    def rollout_batch(self, data: Sequence[Row], workflow: "RolloutWorkflow") -> Trajectory: ...
+
+    def prepare_batch(
+        self,
+        dataloader: Any,
+        workflow: "RolloutWorkflow",
+        should_accept_fn: "AcceptFn | None" = None,
+        /,
+    ) -> Trajectory: ...
+
+    def pause(self) -> None:
+        """Start no more episodes."""
+
+    def resume(self) -> None: ...
+
+    def pause_generation(self) -> None:
+        """Stop the servers."""
+
+    def continue_generation(self) -> None: ...
+
+    def export_stats(self) -> dict[str, float]: ...
+
+    def destroy(self) -> None: ...
 
 
 class RolloutWorkflow(ABC):

@@ -23,6 +23,7 @@ import torch
 from megarl.errors import EngineError
 from megarl.rollout import workflow_context
 from megarl.rollout.api import AcceptFn, GenerationEngine, RolloutWorkflow, Row
+from megarl.rollout.conform import conform
 from megarl.rollout.staleness import StalenessManager
 from megarl.rollout.workflow_context import WorkflowContext
 from megarl.trajectory import Trajectory, concat_padded, sequence_lengths
@@ -31,14 +32,6 @@ logger = logging.getLogger(__name__)
 
 MAX_CONSECUTIVE_FAILURES = 32
 """Episodes that may fail one after another, with no success, before the run is given up."""
-_DTYPES = {
-    "input_ids": torch.int32,
-    "attention_mask": torch.bool,
-    "loss_mask": torch.int32,
-    "logprobs": torch.float32,
-    "versions": torch.int32,
-    "rewards": torch.float32,
-}
 
 
 @dataclass(frozen=True)
@@ -182,11 +175,12 @@ class WorkflowExecutor:
         """The trajectory if it was accepted, else None with the reason counted."""
         workflow_context.set_for_task(WorkflowContext(task.is_eval, task.task_id))
         try:
-            trajectory = await task.workflow.arun_episode(self._engine, task.data)
-            if trajectory is None:
+            version = self._engine.get_version()
+            answer = await task.workflow.arun_episode(self._engine, task.data)
+            if answer is None:
                 self._failures["workflow returned None"] += 1
                 return None
-            _check(trajectory)
+            trajectory = conform(answer, version)
             if task.should_accept is not None and not task.should_accept(trajectory):
                 self._failures["filtered"] += 1
                 return None
@@ -260,14 +254,19 @@ class WorkflowExecutor:
         await self._arrived.wait()
 
     async def run_all(
-        self, rows: list[Row], workflow: RolloutWorkflow, *, is_eval: bool
+        self,
+        rows: list[Row],
+        workflow: RolloutWorkflow,
+        *,
+        is_eval: bool,
+        should_accept: AcceptFn | None = None,
     ) -> Trajectory:
-        """Every row once, outside of the staleness bound; results in the rows' order.
+        """Every row once, outside of the staleness bound; what was accepted in the rows' order.
 
         Raises:
           EngineError: every episode failed.
         """
-        tasks = [Task(self._take_id(), row, workflow, is_eval=is_eval) for row in rows]
+        tasks = [Task(self._take_id(), row, workflow, should_accept, is_eval) for row in rows]
         async with asyncio.TaskGroup() as group:
             running = [group.create_task(self._attempt(task)) for task in tasks]
         results = [task.result() for task in running]
@@ -306,23 +305,6 @@ def _batch(trajectories: list[Trajectory]) -> Trajectory:
         trajectory["group_ids"] = torch.full((rows,), group, dtype=torch.int64)
         trajectory.setdefault("no_eos", torch.zeros(rows, dtype=torch.bool))
     return concat_padded(trajectories)
-
-
-def _check(trajectory: Trajectory) -> None:
-    """ValueError naming what a workflow's result lacks or has of the wrong shape or dtype."""
-    for name, dtype in _DTYPES.items():
-        if name not in trajectory:
-            raise ValueError(f"the trajectory has no {name!r}")
-        column = trajectory[name]
-        if column.dtype != dtype:
-            raise ValueError(f"{name} must be {dtype}, got {column.dtype}")
-    shape = trajectory["input_ids"].shape
-    if len(shape) != 2:
-        raise ValueError(f"input_ids must be [B, S], got {tuple(shape)}")
-    for name in _DTYPES:
-        want = shape[:1] if name == "rewards" else shape
-        if trajectory[name].shape != want:
-            raise ValueError(f"{name} must be {tuple(want)}, got {tuple(trajectory[name].shape)}")
 
 
 def _dump(folder: Path, task: Task, trajectory: Trajectory) -> None:

@@ -1,5 +1,7 @@
 """Planners of data/packing.py: every index once, bounds kept, even shares."""
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -94,6 +96,52 @@ def test_minibatches_do_not_depend_on_the_number_of_replicas(lengths, dp, n_mini
     assert max(sizes) - min(sizes) <= 1
 
 
+@given(
+    rows=st.lists(st.tuples(*[st.integers(0, 50)] * 4), min_size=12, max_size=30),
+    granularity=st.integers(1, 4),
+    dp=st.integers(1, 4),
+    n_minibatches=st.integers(1, 3),
+    seed=st.integers(0, 3),
+)
+def test_groups_are_never_torn(rows, granularity, dp, n_minibatches, seed):
+    """Groups of unequal rows go where their sums would go as single rows."""
+    lengths = [length for group in rows for length in group[:granularity]]
+    sums = [sum(group[:granularity]) for group in rows]
+    options = {"dp": dp, "n_minibatches": n_minibatches, "seed": seed}
+    split = split_batch(lengths, granularity=granularity, **options)
+    groups = [
+        [[rows[i : i + granularity] for i in range(0, len(rows), granularity)] for rows in replica]
+        for replica in split
+    ]
+    for group in (group for replica in groups for minibatch in replica for group in minibatch):
+        assert group == list(range(group[0], group[0] + granularity))
+        assert group[0] % granularity == 0
+    assert flat(rows for replica in split for rows in replica) == list(range(len(lengths)))
+    heads = [[[g[0] // granularity for g in m] for m in replica] for replica in groups]
+    assert heads == split_batch(sums, **options)
+    for i in range(n_minibatches):
+        weights = [sum(lengths[row] for row in replica[i]) for replica in split]
+        drawn = [sums[head] for replica in heads for head in replica[i]]
+        assert max(weights) - min(weights) <= max(drawn)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 50), min_size=12, max_size=60),
+    dp=st.integers(1, 4),
+    n_minibatches=st.integers(1, 3),
+    seed=st.integers(0, 3),
+)
+def test_without_granularity_rows_go_where_they_always_went(lengths, dp, n_minibatches, seed):
+    order = list(range(len(lengths)))
+    if n_minibatches > 1:
+        random.Random(seed).shuffle(order)
+    got = split_batch(lengths, dp=dp, n_minibatches=n_minibatches, seed=seed)
+    for i in range(n_minibatches):
+        rows = sorted(order[i::n_minibatches])
+        shares = partition([lengths[row] for row in rows], dp)
+        assert [replica[i] for replica in got] == [[rows[j] for j in share] for share in shares]
+
+
 def test_what_cannot_be_packed_is_named():
     with pytest.raises(ValueError, match=r"sequence 1 has 12 tokens, more than .* 10"):
         pack([3, 12], max_tokens=10)
@@ -101,3 +149,9 @@ def test_what_cannot_be_packed_is_named():
         pack([3, 3], max_tokens=10, min_bins=3)
     with pytest.raises(ValueError, match="minibatch 0 has 1 sequences for 2 replicas"):
         split_batch([1, 1], dp=2, n_minibatches=2, seed=0)
+    with pytest.raises(ValueError, match="5 sequences are not a multiple of granularity 2"):
+        split_batch([1] * 5, dp=1, n_minibatches=1, seed=0, granularity=2)
+    with pytest.raises(ValueError, match="0 has 1 groups of 4 sequences for 2 replicas"):
+        split_batch([1] * 4, dp=2, n_minibatches=1, seed=0, granularity=4)
+    with pytest.raises(ValueError, match="granularity 0"):
+        split_batch([1], dp=1, n_minibatches=1, seed=0, granularity=0)

@@ -90,7 +90,7 @@ def test_other_layouts_have_the_same_first_step(tp2_run, tmp_path, layout):
 
 def test_a_killed_run_goes_on_with_the_same_numbers(tp2_run, tmp_path):
     first = Run("train", *SYNCHRONOUS, "recover.freq_steps=1", root=tmp_path)
-    first.wait_for_step()
+    first.wait_for_state()
     first.process.kill()
     first.wait()
     first.assert_nothing_is_left()

@@ -61,6 +61,14 @@ class Run:
             assert time.monotonic() < deadline, f"no step in {RUN_LIMIT_S} s:\n{self.text()}"
             time.sleep(0.1)
 
+    def wait_for_state(self) -> None:
+        """Until a training state is whole: it is written after its step's metrics."""
+        deadline = time.monotonic() + RUN_LIMIT_S
+        while not (self.folder / "recover" / "latest").is_file():
+            assert self.process.poll() is None, f"the run ended early:\n{self.text()}"
+            assert time.monotonic() < deadline, f"no state in {RUN_LIMIT_S} s:\n{self.text()}"
+            time.sleep(0.1)
+
     def processes(self) -> dict[int, str]:
         """Pid and command line of every live process with this run's mark."""
         found = {}

@@ -169,11 +169,12 @@ def test_cancelled_episodes_have_ended_and_none_follows(make_engine):
             finally:
                 ended.append(data["id"])
 
-    engine = make_engine(batch_size=2, max_head_offpolicyness=0)
+    engine = make_engine(batch_size=2, max_head_offpolicyness=0, max_concurrent_rollouts=8)
     for i in range(6):
         engine.submit({"id": i}, Endless())
     engine.cancel_episodes()
     assert sorted(ended) == [0, 1]
+    engine.submit({"id": 6}, Endless())
     engine.set_version(1)
     assert engine.export_stats()["running"] == 2
 
@@ -282,12 +283,12 @@ def test_episodes_that_only_fail_end_the_run(make_engine):
 class WrongShape(Echo):
     async def arun_episode(self, engine, data):
         trajectory = await super().arun_episode(engine, data)
-        return {**trajectory, "logprobs": trajectory["logprobs"].double()}
+        return {**trajectory, "logprobs": trajectory["logprobs"].to(torch.complex64)}
 
 
 def test_a_malformed_trajectory_is_named(make_engine):
     engine = make_engine(batch_size=1)
-    with pytest.raises(EngineError, match=r"logprobs must be torch\.float32, got torch\.float64"):
+    with pytest.raises(EngineError, match=r"logprobs must be torch\.float32, got torch\.complex64"):
         engine.prepare_batch(Rows(1), WrongShape())
 
 
