@@ -56,43 +56,9 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(LogprobCombine args) 
   reinterpret_cast<float2*>(args.log_z)[row] = log_z;
 }
 
-// d logits of one column: what is the same for a whole row, computed once.
-template <bool kEntropy>
-struct RowGradient {
-  float c, top, log_s, scale, slope, at_label;
-  int label;
-
-  __device__ __forceinline__ RowGradient(const LogprobGrad& args, int64_t row_index, int label)
-      : label(label) {
-    const float inv_temperature =
-        args.in.inv_temperature[row_index * args.in.inv_temperature_stride];
-    const float2 log_z = reinterpret_cast<const float2*>(args.log_z)[row_index];
-    c = inv_temperature * kLog2e;
-    top = log_z.x;
-    log_s = log_z.y;
-    at_label = args.grad_logp[row_index] * inv_temperature;
-    scale = -at_label;
-    slope = 0.f;
-    if constexpr (kEntropy) {
-      const float grad = args.grad_entropy[row_index] * inv_temperature;
-      scale = fmaf(-grad, args.entropy[row_index], scale);
-      slope = -grad * kLn2;
-    }
-  }
-
-  __device__ __forceinline__ float operator()(float x, int column) const {
-    const float d = fmaf(x, c, -top) - log_s;  // log2 p
-    const float p = fast_exp2(d);
-    float factor = scale;
-    if constexpr (kEntropy) factor = fmaf(slope, fmaxf(d, -1e30f), scale);
-    const float grad = p * factor;
-    return column == label ? grad + at_label : grad;
-  }
-};
-
 // A block of threads does kAhead vectors a thread of one row, or zeros what counts nothing.
 template <typename T, bool kEntropy, bool kKeep>
-__global__ void __launch_bounds__(kThreads) grad_kernel(LogprobGrad args) {
+__global__ void __launch_bounds__(kThreads, 6) grad_kernel(LogprobGrad args) {
   constexpr int kSize = Vec<T>::kSize;
   const int64_t row_index = blockIdx.x;
   const bool counts = !args.in.mask || args.in.mask[row_index];
@@ -105,7 +71,11 @@ __global__ void __launch_bounds__(kThreads) grad_kernel(LogprobGrad args) {
   const int head = congruent ? elements_to_boundary(row.x, width) : 0;
   const int num_vectors = congruent ? (width - head) / kSize : 0;
   const int num_valid = counts ? row.num_valid : 0;
-  const RowGradient<kEntropy> gradient(args, row_index, row.label);
+  const float inv_temperature = args.in.inv_temperature[row_index * args.in.inv_temperature_stride];
+  const float2 log_z = reinterpret_cast<const float2*>(args.log_z)[row_index];
+  const RowGradient<kEntropy> gradient(row.c, row.label, log_z.x, log_z.y, args.entropy[row_index],
+                                       args.grad_logp[row_index] * inv_temperature,
+                                       kEntropy ? args.grad_entropy[row_index] * inv_temperature : 0.f);
 
   auto one = [&](int column) {
     const bool valid = column < num_valid;

@@ -151,4 +151,31 @@ __device__ __forceinline__ SoftmaxSums sum_row(const Row<T>& row, int thread, in
   return sums;
 }
 
+// d logits of one column: what is the same for a whole row, computed once.
+template <bool kEntropy>
+struct RowGradient {
+  float c, top, log_s, scale, slope, at_label;
+  int label;
+
+  // top + log_s is log2 Z; both gradients already divided by the temperature.
+  __device__ __forceinline__ RowGradient(float c, int label, float top, float log_s, float entropy,
+                                         float grad_logp, float grad_entropy)
+      : c(c), top(top), log_s(log_s), scale(-grad_logp), slope(0.f), at_label(grad_logp),
+        label(label) {
+    if constexpr (kEntropy) {
+      scale = fmaf(-grad_entropy, entropy, scale);
+      slope = -grad_entropy * kLn2;
+    }
+  }
+
+  __device__ __forceinline__ float operator()(float x, int column) const {
+    const float d = fmaf(x, c, -top) - log_s;  // log2 p
+    const float p = fast_exp2(d);
+    float factor = scale;
+    if constexpr (kEntropy) factor = fmaf(slope, fmaxf(d, -1e30f), scale);
+    const float grad = p * factor;
+    return column == label ? grad + at_label : grad;
+  }
+};
+
 }  // namespace megarl::cuda
