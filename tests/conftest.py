@@ -1,8 +1,15 @@
+import signal
+
 import hypothesis
 import pytest
 from tiny_server import REQUEST_TIMEOUT_S, LoopThread, running_server
 
 from megarl.rollout.client import ServerClient
+
+# Under nohup or in the background of a shell these are ignored, and so they would be in every
+# process that a test starts and then sends them to.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # A loaded machine is slow, and a timing is not a test.
 hypothesis.settings.register_profile("suite", deadline=None)

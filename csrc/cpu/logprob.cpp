@@ -1,19 +1,13 @@
 #include "megarl/logprob.h"
 
 #include <algorithm>
-#include <cmath>
 
-#include "simd.h"
+#include "softmax.h"
 
 namespace megarl::cpu {
 namespace {
 
 constexpr int kBlock = 2048;  // columns at a time: 8 KiB of floats stay in the first cache
-
-struct Sums {
-  float m = -kInfinity;
-  double s = 0., t = 0.;
-};
 
 // Columns whose bit is 0 become -inf.
 MEGARL_INLINE void drop(float* x, const int32_t* keep, int64_t first, int count) {
@@ -67,19 +61,6 @@ MEGARL_INLINE Sums sum_row(const T* x, const int32_t* keep, int64_t width, float
   return sums;
 }
 
-MEGARL_CLONES Sums sum_row_f32(const float* x, const int32_t* keep, int64_t width, float c,
-                               bool with_entropy) {
-  return sum_row(x, keep, width, c, with_entropy);
-}
-MEGARL_CLONES Sums sum_row_bf16(const uint16_t* x, const int32_t* keep, int64_t width, float c,
-                                bool with_entropy) {
-  return sum_row(x, keep, width, c, with_entropy);
-}
-
-struct RowGradient {
-  float c, top, log_s, scale, slope;
-};
-
 template <typename T>
 MEGARL_INLINE void grad_row(const T* x, T* grad, const int32_t* keep, int64_t width,
                             const RowGradient& g) {
@@ -97,6 +78,17 @@ MEGARL_INLINE void grad_row(const T* x, T* grad, const int32_t* keep, int64_t wi
   }
 }
 
+}  // namespace
+
+MEGARL_CLONES Sums sum_row_f32(const float* x, const int32_t* keep, int64_t width, float c,
+                               bool with_entropy) {
+  return sum_row(x, keep, width, c, with_entropy);
+}
+MEGARL_CLONES Sums sum_row_bf16(const uint16_t* x, const int32_t* keep, int64_t width, float c,
+                                bool with_entropy) {
+  return sum_row(x, keep, width, c, with_entropy);
+}
+
 MEGARL_CLONES void grad_row_f32(const float* x, float* grad, const int32_t* keep, int64_t width,
                                 const RowGradient& g) {
   grad_row(x, grad, keep, width, g);
@@ -106,32 +98,23 @@ MEGARL_CLONES void grad_row_bf16(const uint16_t* x, uint16_t* grad, const int32_
   grad_row(x, grad, keep, width, g);
 }
 
-// One row of the logits, wherever it lies.
-struct Row {
-  const float* f32 = nullptr;
-  const uint16_t* bf16 = nullptr;
-  const int32_t* keep;
-  float c;
-  int64_t label;  // column, or -1 where it is not in this shard
-
-  Row(const LogitRows& in, int64_t row) {
-    if (in.dtype == DType::kBFloat16)
-      bf16 = static_cast<const uint16_t*>(in.logits) + row * in.row_stride;
-    else
-      f32 = static_cast<const float*>(in.logits) + row * in.row_stride;
-    keep = in.keep ? in.keep + row * in.keep_stride : nullptr;
-    c = in.inv_temperature[row * in.inv_temperature_stride] * kLog2e;
-    const int64_t column = in.labels[row] - in.vocab_start;
-    label = column >= 0 && column < in.num_valid ? column : -1;
+void Row::write_grad(void* grad, int64_t num_valid, const RowGradient& g, float at_label) const {
+  // Of the label before its logit may be written over, and rounded once.
+  float label_grad = 0.f;
+  if (label >= 0) {
+    const float d = this->at_label() * g.c - g.top - g.log_s;
+    label_grad = exp2_of(d) * (g.scale + g.slope * std::max(d, -1e30f)) + at_label;
   }
-
-  float at_label() const {
-    if (keep && !(keep[label >> 5] >> (label & 31) & 1)) return -kInfinity;
-    return f32 ? f32[label] : float_of_bf16(bf16[label]);
+  if (f32) {
+    float* out = static_cast<float*>(grad);
+    grad_row_f32(f32, out, keep, num_valid, g);
+    if (label >= 0) out[label] = label_grad;
+  } else {
+    uint16_t* out = static_cast<uint16_t*>(grad);
+    grad_row_bf16(bf16, out, keep, num_valid, g);
+    if (label >= 0) out[label] = bf16_of(label_grad);
   }
-};
-
-}  // namespace
+}
 
 int logprob_stats(const LogprobStats& args, ParallelFor run) {
   const LogitRows& in = args.in;
@@ -139,9 +122,7 @@ int logprob_stats(const LogprobStats& args, ParallelFor run) {
     for (int64_t r = begin; r < end; ++r) {
       if (in.mask && !in.mask[r]) continue;
       const Row row(in, r);
-      const Sums sums =
-          row.f32 ? sum_row_f32(row.f32, row.keep, in.num_valid, row.c, args.with_entropy)
-                  : sum_row_bf16(row.bf16, row.keep, in.num_valid, row.c, args.with_entropy);
+      const Sums sums = row.sums(in.num_valid, args.with_entropy);
       float* parts = args.parts + 4 * r;
       parts[0] = sums.m;
       parts[1] = static_cast<float>(sums.s);
@@ -184,36 +165,19 @@ int logprob_combine(const LogprobCombine& args, ParallelFor run) {
 
 int logprob_grad(const LogprobGrad& args, ParallelFor run) {
   const LogitRows& in = args.in;
-  const size_t size = in.dtype == DType::kBFloat16 ? 2 : 4;
   parallel_for(run, in.rows, 1, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
-      char* out = static_cast<char*>(args.grad) + static_cast<size_t>(r * args.grad_stride) * size;
+      char* grad = row_of(args.grad, in.dtype, args.grad_stride, r);
       const bool counts = !in.mask || in.mask[r];
-      const int64_t num_valid = counts ? in.num_valid : 0;
-      std::memset(out + static_cast<size_t>(num_valid) * size, 0,
-                  static_cast<size_t>(in.width - num_valid) * size);
+      zero_columns(grad, in.dtype, counts ? in.num_valid : 0, in.width);
       if (!counts) continue;
       const Row row(in, r);
       const float inv_temperature = in.inv_temperature[r * in.inv_temperature_stride];
-      const float at_label = args.grad_logp[r] * inv_temperature;
+      const float of_logp = args.grad_logp[r] * inv_temperature;
       const float of_entropy = args.grad_entropy ? args.grad_entropy[r] * inv_temperature : 0.f;
       const RowGradient g{row.c, args.log_z[2 * r], args.log_z[2 * r + 1],
-                          -at_label - of_entropy * args.entropy[r], -of_entropy * kLn2};
-      // The label's own gradient in float32, before its logit may be written over.
-      float label_grad = 0.f;
-      if (row.label >= 0) {
-        const float d = row.at_label() * g.c - g.top - g.log_s;
-        label_grad = exp2_of(d) * (g.scale + g.slope * std::max(d, -1e30f)) + at_label;
-      }
-      if (row.f32) {
-        float* grad = reinterpret_cast<float*>(out);
-        grad_row_f32(row.f32, grad, row.keep, num_valid, g);
-        if (row.label >= 0) grad[row.label] = label_grad;
-      } else {
-        uint16_t* grad = reinterpret_cast<uint16_t*>(out);
-        grad_row_bf16(row.bf16, grad, row.keep, num_valid, g);
-        if (row.label >= 0) grad[row.label] = bf16_of(label_grad);
-      }
+                          -of_logp - of_entropy * args.entropy[r], -of_entropy * kLn2};
+      row.write_grad(grad, in.num_valid, g, of_logp);
     }
   });
   return 0;
