@@ -1,0 +1,307 @@
+"""Which bytes go from which rank to which, so that none goes twice. Imports no torch.
+
+A pure function of two layouts: the trainer's, and that of all workers of all servers together.
+
+    source     each byte leaves the trainer once, from the holder with the least to send
+    entry      it enters the servers at one of the workers that need it, the one that was
+               given least
+    exchange   that worker passes it to the others that need it: replicas, and whoever holds
+               the same part of a tensor
+    round      transfers of one round are in memory together: at most `bucket_bytes` out of
+               and into any rank
+
+So a worker receives each byte it needs once, and the trainer's links carry each byte once,
+however many servers there are.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.bridge.boxes import Box, Boxes, Held, Layout, Tensor2D
+
+T = TypeVar("T")
+Ints = NDArray[np.int64]
+
+
+class Transfer(NamedTuple):
+    """One box of one tensor, from a trainer rank to a worker, and from there to others."""
+
+    round: int
+    name: str
+    box: Box
+    source: int
+    """Trainer rank."""
+    entry: int
+    """Worker."""
+    others: tuple[int, ...]
+    """Workers that the entry passes it to, in the round after."""
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Transfers in the order of their rounds. Ranks of trainer and workers count separately."""
+
+    names: Sequence[str]
+    boxes: Sequence[Box]
+    needs: Sequence[tuple[int, ...]]
+    """Sets of workers that need the same boxes."""
+    table: Ints
+    """[n, 7]: round, index of name, of box, source, entry, index of needs, bytes."""
+    num_sources: int
+    num_workers: int
+    num_rounds: int
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __iter__(self) -> Iterator[Transfer]:
+        return self._transfers(self.table)
+
+    def of_source(self, rank: int) -> Iterator[Transfer]:
+        """What trainer rank `rank` sends."""
+        return self._transfers(self.table[self.table[:, 3] == rank])
+
+    def of_worker(self, rank: int) -> Iterator[Transfer]:
+        """What worker `rank` receives, from the trainer or from another worker."""
+        concerned = np.array([rank in needs for needs in self.needs], dtype=bool)
+        return self._transfers(self.table[concerned[self.table[:, 5]]])
+
+    def _transfers(self, rows: Ints) -> Iterator[Transfer]:
+        for when, name, box, source, entry, needs, num_bytes in rows.tolist():
+            others = tuple(rank for rank in self.needs[needs] if rank != entry)
+            yield Transfer(
+                when, self.names[name], self.boxes[box], source, entry, others, num_bytes
+            )
+
+    # ------------------------------------------------------------------ bytes a push
+
+    def bytes_out_of_sources(self) -> Ints:
+        """[num_sources] that each trainer rank sends."""
+        return _sums(self.table[:, 3], self.table[:, 6], self.num_sources)
+
+    def bytes_into_entries(self) -> Ints:
+        """[num_workers] that each worker receives from the trainer."""
+        return _sums(self.table[:, 4], self.table[:, 6], self.num_workers)
+
+    def bytes_out_of_workers(self) -> Ints:
+        """[num_workers] that each worker passes to others."""
+        others = np.array([len(needs) - 1 for needs in self.needs], dtype=np.int64)
+        weights = self.table[:, 6] * others[self.table[:, 5]]
+        return _sums(self.table[:, 4], weights, self.num_workers)
+
+    def bytes_into_workers(self) -> Ints:
+        """[num_workers] that each worker receives, from whomever."""
+        of_needs = _sums(self.table[:, 5], self.table[:, 6], len(self.needs))
+        total = np.zeros(self.num_workers, dtype=np.int64)
+        for needs, num_bytes in zip(self.needs, of_needs, strict=True):
+            total[list(needs)] += num_bytes
+        return total
+
+
+def _sums(index: Ints, values: Ints, size: int) -> Ints:
+    sums = np.zeros(size, dtype=np.int64)
+    np.add.at(sums, index, values)
+    return sums
+
+
+class _Cell(NamedTuple):
+    """A box that its holders hold whole, and its needers need whole."""
+
+    box: int
+    """Index among the plan's boxes."""
+    source: int
+    """Index among the trainer's boxes of the tensor."""
+    needs: int
+    """Index among the plan's sets of workers."""
+    elements: int
+
+
+class _Cutter:
+    """Cuts tensors into cells, once for all that are cut and held alike."""
+
+    def __init__(self) -> None:
+        self.boxes: list[Box] = []
+        self.needs: list[tuple[int, ...]] = []
+        self._box_index: dict[Box, int] = {}
+        self._needs_index: dict[tuple[int, ...], int] = {}
+        self._cells: dict[tuple[Boxes, int, int, int], list[_Cell]] = {}
+
+    def cells(self, sources: Boxes, target: Held, most_elements: int) -> list[_Cell]:
+        # A layout keeps what is the same as one object, and longer than this one lives.
+        key = (sources, id(target.boxes), id(target.holders), most_elements)
+        if key not in self._cells:
+            self._cells[key] = list(self._cut(sources, target, most_elements))
+        return self._cells[key]
+
+    def _cut(self, sources: Boxes, target: Held, most_elements: int) -> Iterator[_Cell]:
+        for lies_in, box in _atoms(target.boxes):
+            needs = tuple(sorted({rank for i in lies_in for rank in target.holders[i]}))
+            covered = 0
+            for i, source in enumerate(sources):
+                common = box.meet(source)
+                if common is None:
+                    continue
+                covered += common.elements
+                for piece in _pieces(common, most_elements):
+                    yield _Cell(
+                        _place(piece, self.boxes, self._box_index),
+                        i,
+                        _place(needs, self.needs, self._needs_index),
+                        piece.elements,
+                    )
+            if covered != box.elements:
+                raise ValueError(f"{box} is needed, of which the trainer holds {covered} elements")
+
+
+def _place(item: T, items: list[T], index: dict[T, int]) -> int:
+    """Where `item` stands among `items`, at whose end it is put if it is new."""
+    if item not in index:
+        index[item] = len(items)
+        items.append(item)
+    return index[item]
+
+
+def _atoms(boxes: Boxes) -> Iterator[tuple[tuple[int, ...], Box]]:
+    """Boxes that may overlap, as boxes that do not, each with the indices of those it lies in."""
+    rows = sorted({edge for box in boxes for edge in (box.row, box.row_end)})
+    for row, row_end in itertools.pairwise(rows):
+        inside = [i for i, box in enumerate(boxes) if box.row <= row and row_end <= box.row_end]
+        columns = sorted({c for i in inside for c in (boxes[i].column, boxes[i].column_end)})
+        for column, column_end in itertools.pairwise(columns):
+            lies_in = tuple(
+                i for i in inside if boxes[i].column <= column and column_end <= boxes[i].column_end
+            )
+            if lies_in:
+                yield lies_in, Box(row, row_end, column, column_end)
+
+
+def _pieces(box: Box, most_elements: int) -> Iterator[Box]:
+    """The box in runs of whole rows of at most `most_elements`, or in parts of a row."""
+    width, num_rows = box.column_end - box.column, box.row_end - box.row
+    if width > most_elements:
+        for row in range(box.row, box.row_end):
+            for column in range(box.column, box.column_end, most_elements):
+                yield Box(row, row + 1, column, min(column + most_elements, box.column_end))
+        return
+    parts = -(-num_rows // (most_elements // width))
+    edges = [box.row + k * num_rows // parts for k in range(parts + 1)]
+    for row, row_end in itertools.pairwise(edges):
+        yield Box(row, row_end, box.column, box.column_end)
+
+
+def make_plan(
+    tensors: Mapping[str, Tensor2D],
+    trainer: Layout,
+    workers: Layout,
+    *,
+    num_sources: int,
+    num_workers: int,
+    bucket_bytes: int,
+    piece_bytes: int | None = None,
+) -> Plan:
+    """The transfers that bring every box of `workers` to all its holders.
+
+    Args:
+      tensors: HF name -> size. Tensors that no worker holds are not sent.
+      trainer: where they are; ranks in [0, num_sources).
+      workers: where they are needed, by all servers together; ranks in [0, num_workers).
+      bucket_bytes: most bytes out of a trainer rank, and into a worker, in one round.
+      piece_bytes: larger boxes are cut, so that the load can be spread; None is a fraction of
+        what a rank sends, and at least 64 KiB.
+
+    Raises:
+      ValueError: something is needed that no trainer rank holds.
+    """
+    names = [name for name in tensors if name in workers]
+    if missing := [name for name in workers if name not in tensors or name not in trainer]:
+        raise ValueError(f"needed by servers, unknown to the trainer: {sorted(missing)[:5]}")
+    total = sum(tensors[name].num_bytes for name in names)
+    if piece_bytes is None:
+        piece_bytes = max(1 << 16, min(bucket_bytes // 4, total // (32 * num_sources)))
+    piece_bytes = min(piece_bytes, bucket_bytes)
+    cutter = _Cutter()
+    load_out, load_in = [0] * num_sources, [0] * num_workers
+    rows = []
+    # Where there is no choice comes first; what may come from many ranks fills the gaps.
+    freedom = {name: min(map(len, trainer[name].holders)) for name in names}
+    for index in sorted(range(len(names)), key=lambda i: freedom[names[i]]):
+        source_held, target = trainer[names[index]], workers[names[index]]
+        itemsize = tensors[names[index]].itemsize
+        try:
+            cells = cutter.cells(source_held.boxes, target, max(1, piece_bytes // itemsize))
+        except ValueError as error:
+            raise ValueError(f"{names[index]}: {error}") from error
+        for cell in cells:
+            num_bytes = cell.elements * itemsize
+            source = min(source_held.holders[cell.source], key=load_out.__getitem__)
+            entry = min(cutter.needs[cell.needs], key=load_in.__getitem__)
+            load_out[source] += num_bytes
+            load_in[entry] += num_bytes
+            rows.append((index, cell.box, source, entry, cell.needs, num_bytes))
+    table = np.array(rows, dtype=np.int64).reshape(-1, 6)
+    table = _interleaved(table)
+    rounds = _rounds(table, cutter.needs, num_sources, num_workers, bucket_bytes)
+    order = np.argsort(rounds, kind="stable")
+    return Plan(
+        names=names,
+        boxes=cutter.boxes,
+        needs=cutter.needs,
+        table=np.column_stack([rounds, table])[order],
+        num_sources=num_sources,
+        num_workers=num_workers,
+        num_rounds=int(rounds.max()) + 1 if len(rounds) else 0,
+    )
+
+
+def _interleaved(table: Ints) -> Ints:
+    """Rows so ordered that every source has sent the same share of its bytes at any time.
+
+    In the order of tensors, the stages of a pipeline would send one after the other.
+    """
+    by_source = np.argsort(table[:, 2], kind="stable")
+    sources, num_bytes = table[by_source, 2], table[by_source, 5]
+    sent = np.cumsum(num_bytes)
+    starts = np.searchsorted(sources, sources, side="left")
+    before = sent - num_bytes
+    of_source = np.bincount(sources, weights=num_bytes) if len(sources) else np.zeros(1)
+    share = (before - before[starts]) / np.maximum(of_source[sources], 1) if len(sources) else sent
+    return table[by_source[np.argsort(share, kind="stable")]]
+
+
+def _rounds(
+    table: Ints,
+    needs: Sequence[tuple[int, ...]],
+    num_sources: int,
+    num_workers: int,
+    bucket_bytes: int,
+) -> Ints:
+    """[n] the round of each row: the first that has room at its source and at all it is for.
+
+    Rounds of one rank do not decrease along the table, so all ranks go through it in order.
+    """
+    out_round, out_used = [0] * num_sources, [0] * num_sources
+    in_round, in_used = [0] * num_workers, [0] * num_workers
+    rounds = []
+    columns = (table[:, k].tolist() for k in (2, 4, 5))
+    for source, which, num_bytes in zip(*columns, strict=True):
+        ranks = needs[which]
+        when = out_round[source] + (out_used[source] + num_bytes > bucket_bytes)
+        for rank in ranks:
+            first = in_round[rank] + (in_used[rank] + num_bytes > bucket_bytes)
+            if first > when:
+                when = first
+        if out_round[source] < when:
+            out_round[source], out_used[source] = when, 0
+        out_used[source] += num_bytes
+        for rank in ranks:
+            if in_round[rank] < when:
+                in_round[rank], in_used[rank] = when, 0
+            in_used[rank] += num_bytes
+        rounds.append(when)
+    return np.array(rounds, dtype=np.int64)
