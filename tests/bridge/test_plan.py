@@ -174,6 +174,19 @@ def test_ranks_have_the_same_to_do(tp, dp, replicas, engine_tp, seed):
     assert plan.num_rounds <= 1 + busiest / ((1 << 20) - (1 << 13)) * 1.1
 
 
+def test_the_stages_of_a_pipeline_send_at_the_same_time():
+    """One after the other, four stages would need four times the rounds."""
+    tensors = {f"layer{i}": Tensor2D(64, 64, 2) for i in range(32)}
+    whole = (Box(0, 64, 0, 64),)
+    trainer = {f"layer{i}": Held(whole, ((i // 8,),)) for i in range(32)}
+    quarters = tuple(Box(16 * k, 16 * k + 16, 0, 64) for k in range(4))
+    workers = dict.fromkeys(tensors, Held(quarters, tuple((k,) for k in range(4))))
+    plan = make_plan(
+        tensors, trainer, workers, num_sources=4, num_workers=4, bucket_bytes=8192, piece_bytes=2048
+    )
+    assert plan.num_rounds == 8  # 64 KiB out of each, 8 KiB at a time
+
+
 @given(problems())
 def test_the_same_plan_every_time(problem):
     tensors, trainer, workers, sizes = problem
