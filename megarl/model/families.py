@@ -137,8 +137,36 @@ def rule_for(family: Family, name: str, layer_offset: int, expert_offset: int = 
         inside = f"mlp.experts.{int(expert['i'] or expert['te_i']) + expert_offset}."
     if rule is None or not prefix.isdigit():
         raise ValueError(f"{family.model_type}: no HF name is known for parameter {name!r}")
-    layer = f"model.layers.{int(prefix) + layer_offset}.{inside}"
-    return replace(rule, hf_names=tuple(layer + hf_name for hf_name in rule.hf_names))
+    return _prefixed(f"model.layers.{int(prefix) + layer_offset}.{inside}", rule)
+
+
+def rules(hf_config: dict[str, Any]) -> Iterator[tuple[int | None, int | None, Rule]]:
+    """(layer, expert, rule with whole HF names) of every parameter of a model, each HF tensor
+    once. The layer is None outside of the layers, the expert of what is no expert's."""
+    family = family_of(hf_config)
+    dense = _once(family.layer_rules)
+    common = {name: rule for name, rule in dense.items() if name not in _once(_DENSE_MLP)}
+    routed = {**common, **_once(family.routed_rules)}
+    yield None, None, Rule("vocab", (EMBEDDING,))
+    for layer, has_experts in enumerate(routed_layers(hf_config)):
+        prefix = f"model.layers.{layer}."
+        for rule in (routed if has_experts else dense).values():
+            yield layer, None, _prefixed(prefix, rule)
+        for expert in range(num_experts(hf_config) if has_experts else 0):
+            for rule in family.expert_rules.values():
+                yield layer, expert, _prefixed(f"{prefix}mlp.experts.{expert}.", rule)
+    yield None, None, Rule("replicated", (FINAL_NORM,))
+    if not hf_config.get("tie_word_embeddings", False):
+        yield None, None, Rule("vocab", (HEAD,))
+
+
+def _once(table: dict[str, Rule]) -> dict[tuple[str, ...], Rule]:
+    """HF names -> rule: a parameter has a name for each spec in a table."""
+    return {rule.hf_names: rule for rule in table.values()}
+
+
+def _prefixed(prefix: str, rule: Rule) -> Rule:
+    return replace(rule, hf_names=tuple(prefix + name for name in rule.hf_names))
 
 
 def hf_shapes(hf_config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
