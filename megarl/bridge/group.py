@@ -1,7 +1,8 @@
 """The process group that carries weights: trainer rank 0 and every server worker.
 
 It stands beside torch.distributed's default group, which it neither needs nor touches: a
-server has one of its own. gloo on a CPU, NCCL on a GPU. Rank 0 is the only source. Every wait
+server has one of its own. gloo on a CPU, NCCL on a GPU. A broadcast's source is rank 0, and
+there may be other trainer ranks that send to single workers. Every wait
 ends; what it ends with names who was awaited. Imports torch only: this file also runs inside
 the servers.
 """
@@ -11,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,11 +31,37 @@ class WeightGroup:
         self._store = store  # rank 0's holds the server of the others' connections
         self._group = group
 
+    @property
+    def is_gloo(self) -> bool:
+        return bool(self._group.name() == "gloo")
+
     def broadcast(self, buffer: Tensor) -> "Transfer":
         """Start sending (rank 0) or receiving `buffer`, contiguous."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = SOURCE_RANK, 0
         return Transfer(self, self._group.broadcast([buffer], options), buffer)
+
+    def exchange(self, sends: list["Parcel"], receives: list["Parcel"]) -> "Exchange":
+        """Start sending and receiving all of these, on every rank that takes part.
+
+        Between two ranks the order of parcels is the same at both ends.
+        """
+        if self.is_gloo:
+            works = [
+                (parcel, self._group.recv([parcel.buffer], parcel.peer, 0)) for parcel in receives
+            ]
+            works += [
+                (parcel, self._group.send([parcel.buffer], parcel.peer, 0)) for parcel in sends
+            ]
+            return Exchange(self, works)
+        device = (sends or receives)[0].buffer.device
+        self._group._start_coalescing(device)
+        for parcel in receives:
+            self._group.recv([parcel.buffer], parcel.peer, 0)
+        for parcel in sends:
+            self._group.send([parcel.buffer], parcel.peer, 0)
+        work = self._group._end_coalescing(device)
+        return Exchange(self, [(parcel, work) for parcel in [*receives, *sends]])
 
     def leave(self) -> None:
         """Drop the group at once; what is under way fails, here and on the other ranks."""
@@ -73,6 +100,54 @@ class Transfer:
                 )
             time.sleep(_POLL_S)
         self._work.wait()  # raises what went wrong; on a GPU orders the stream after NCCL's
+
+
+class Parcel(NamedTuple):
+    """A message to or from one rank."""
+
+    peer: int
+    buffer: Tensor
+    """[num_bytes] uint8, contiguous."""
+    what: str
+    """For an error: `round 3`."""
+
+
+class Exchange:
+    """Messages under way. Keeps their buffers alive."""
+
+    def __init__(self, group: WeightGroup, works: list[tuple[Parcel, Any]]) -> None:
+        self._group, self._works = group, works
+
+    def wait(self) -> None:
+        """Until all have arrived, and what was sent may be overwritten.
+
+        Raises:
+          TimeoutError: not within the group's limit; names the first rank that is awaited.
+          RuntimeError: a connection broke.
+        """
+        deadline = time.monotonic() + self._group.timeout_s
+        for parcel, work in self._works:
+            try:
+                self._wait_for(work, deadline)
+            except (TimeoutError, RuntimeError) as error:
+                if time.monotonic() < deadline:
+                    raise RuntimeError(f"weights, {parcel.what}: {error}") from error
+                raise TimeoutError(
+                    f"weights, {parcel.what}: rank {parcel.peer} of the weight group did not "
+                    f"take part within {self._group.timeout_s:g} s"
+                ) from error
+
+    def _wait_for(self, work: Any, deadline: float) -> None:
+        if self._group.is_gloo:
+            # gloo's is_completed() of a message stays False until it was waited for.
+            left_s = max(0.001, deadline - time.monotonic())
+            work.wait(timedelta(seconds=left_s))
+            return
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                raise TimeoutError
+            time.sleep(_POLL_S)
+        work.wait()
 
 
 def listen(address: str, timeout_s: float) -> dist.TCPStore:
@@ -158,10 +233,11 @@ def _meet(
 ) -> None:
     """Until every rank is at the door: a group's own constructor cannot say who is late."""
     store.set(f"rank{rank}", "here")
-    missing = [i for i in range(world_size) if i != rank]
+    store.add("arrived", 1)  # one number to ask for, whatever the size of the world
     deadline = time.monotonic() + timeout_s
-    while missing := [i for i in missing if not store.check([f"rank{i}"])]:
+    while store.add("arrived", 0) < world_size:
         if time.monotonic() > deadline or give_up():
+            missing = [i for i in range(world_size) if not store.check([f"rank{i}"])]
             raise TimeoutError(
                 f"weight group of {world_size}: ranks {missing} did not join within {timeout_s:g} s"
             )

@@ -15,6 +15,7 @@ however many servers there are.
 """
 
 import itertools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -47,6 +48,8 @@ class Transfer(NamedTuple):
 class Plan:
     """Transfers in the order of their rounds. Ranks of trainer and workers count separately."""
 
+    tensors: Mapping[str, Tensor2D]
+    """Of each name."""
     names: Sequence[str]
     boxes: Sequence[Box]
     needs: Sequence[tuple[int, ...]]
@@ -78,6 +81,43 @@ class Plan:
             yield Transfer(
                 when, self.names[name], self.boxes[box], source, entry, others, num_bytes
             )
+
+    # ------------------------------------------------------------------ on the way to a worker
+
+    def part_of_worker(self, rank: int) -> bytes:
+        """What `from_bytes` makes a plan of, which has the rows of `of_worker` alone."""
+        concerned = np.array([rank in needs for needs in self.needs], dtype=bool)
+        table = self.table[concerned[self.table[:, 5]]].copy()
+        kept = {}
+        for column, items in ((1, self.names), (2, self.boxes), (5, self.needs)):
+            used, table[:, column] = np.unique(table[:, column], return_inverse=True)
+            kept[column] = [items[i] for i in used.tolist()]
+        head = {
+            "names": kept[1],
+            "tensors": [self.tensors[name] for name in kept[1]],
+            "boxes": kept[2],
+            "needs": kept[5],
+            "sizes": [self.num_sources, self.num_workers, self.num_rounds],
+        }
+        return json.dumps(head).encode() + b"\n" + table.astype("<i8").tobytes()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> "Plan":
+        """ValueError if it is none."""
+        text, _, rows = data.partition(b"\n")
+        head = json.loads(text)
+        tensors = [Tensor2D(*size) for size in head["tensors"]]
+        num_sources, num_workers, num_rounds = head["sizes"]
+        return Plan(
+            tensors=dict(zip(head["names"], tensors, strict=True)),
+            names=head["names"],
+            boxes=[Box(*box) for box in head["boxes"]],
+            needs=[tuple(needs) for needs in head["needs"]],
+            table=np.frombuffer(rows, dtype="<i8").reshape(-1, 7).astype(np.int64),
+            num_sources=num_sources,
+            num_workers=num_workers,
+            num_rounds=num_rounds,
+        )
 
     # ------------------------------------------------------------------ bytes a push
 
@@ -249,6 +289,7 @@ def make_plan(
     rounds = _rounds(table, cutter.needs, num_sources, num_workers, bucket_bytes)
     order = np.argsort(rounds, kind="stable")
     return Plan(
+        tensors={name: tensors[name] for name in names},
         names=names,
         boxes=cutter.boxes,
         needs=cutter.needs,

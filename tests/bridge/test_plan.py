@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.bridge.boxes import Box, Held, Tensor2D, tensor_2d
-from megarl.bridge.plan import make_plan
+from megarl.bridge.plan import Plan, make_plan
 
 
 @st.composite
@@ -193,6 +193,17 @@ def test_the_same_plan_every_time(problem):
     first, second = (make_plan(tensors, trainer, workers, **sizes) for _ in range(2))
     assert np.array_equal(first.table, second.table)
     assert first.boxes == second.boxes
+
+
+@given(problems())
+def test_a_worker_is_told_its_part(problem):
+    tensors, trainer, workers, sizes = problem
+    plan = make_plan(tensors, trainer, workers, **sizes)
+    for rank in range(sizes["num_workers"]):
+        part = Plan.from_bytes(plan.part_of_worker(rank))
+        assert list(part) == list(plan.of_worker(rank))
+        assert part.num_sources == sizes["num_sources"]
+        assert all(part.tensors[name] == tensors[name] for name in part.tensors)
 
 
 def test_what_the_trainer_lacks_is_named():
