@@ -35,7 +35,10 @@ NEVER = {
 }
 ENGINES = {"vllm", "sglang"}  # imported inside their own servers only, from here:
 IN_ENGINES = "bridge/engines"
-ENGINES_MAY_USE = ("megarl.bridge.wire", "megarl.bridge.group", "megarl.errors")
+ENGINES_MAY_USE = ("megarl.errors",)  # and of the bridge:
+ENGINES_MAY_USE += tuple(
+    f"megarl.bridge.{x}" for x in ("boxes", "group", "plan", "transport", "wire")
+)
 PARALLEL_STATE = "megatron.core.parallel_state"  # called by parallel.py only
 
 ROOT = Path(megarl.__file__).parent

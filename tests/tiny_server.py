@@ -123,11 +123,12 @@ class RunningServer:
 
 
 @contextmanager
-def running_server(folder: Path, *, tp: int = 1) -> Iterator[RunningServer]:
+def running_server(
+    folder: Path, *, tp: int = 1, config: tr.PreTrainedConfig | None = None
+) -> Iterator[RunningServer]:
     """A vLLM server with random weights that no test knows. Ends with its whole tree."""
     model_folder, log = folder / "model", folder / "server.log"
-    config = random_model(0).config
-    config.save_pretrained(model_folder)
+    (config or random_model(0).config).save_pretrained(model_folder)
     byte_tokenizer().save_pretrained(model_folder)
     address = f"127.0.0.1:{free_port()}"
     host, _, port = address.partition(":")

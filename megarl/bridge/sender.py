@@ -66,7 +66,7 @@ class WeightSender(Protocol):
     def close(self) -> None: ...
 
 
-def _own_address(clients: list[ServerClient]) -> str:
+def own_address(clients: list[ServerClient]) -> str:
     """This machine's address as all servers can reach it."""
     targets = [urlsplit(client.address) for client in clients]
     own = [address_towards(t.hostname or "", t.port or 80) for t in targets]
@@ -113,7 +113,7 @@ class BroadcastSender:
         sizes = self._ask("say how many workers they have", lambda c: c.world_size(self._timeout_s))
         world_size = 1 + sum(sizes)
         offsets = dict(zip(self._engine.clients, accumulate(sizes, initial=1), strict=False))
-        store = listen(_own_address(self._engine.clients), self._timeout_s)
+        store = listen(own_address(self._engine.clients), self._timeout_s)
 
         def join(client: ServerClient) -> Awaitable[None]:
             return client.init_weight_group(

@@ -18,6 +18,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from safetensors import safe_open
 from torch import Tensor
 
+from megarl.bridge.boxes import Box
+from megarl.bridge.layout import trainer_layout
 from megarl.errors import CheckpointError
 from megarl.model import families
 from megarl.model.build import ModelSpec
@@ -217,3 +219,51 @@ class HFExport:
             dist.recv(tensor, src=source)
             tensors[name] = tensor
         return tensors
+
+
+class LocalTensors:
+    """This rank's part of the HF tensors, by box; see megarl.bridge.sharded.LocalWeights."""
+
+    def __init__(self, chunks: list[GPTModel], spec: ModelSpec, mesh: Mesh) -> None:
+        self.layout = trainer_layout(spec.hf_config, mesh.parallel, mesh.world_size)
+        dtype = str(spec.transformer.params_dtype).removeprefix("torch.")
+        shapes = families.hf_shapes(spec.hf_config)
+        self.named = {name: (dtype, list(shape)) for name, shape in shapes.items()}
+        self._held: dict[str, list[tuple[Tensor, Piece]]] = {}
+        for parameter in _local_parameters(chunks, spec, mesh, mesh.expert_place.ep):
+            local = chunks[parameter.chunk].get_parameter(parameter.name).detach()
+            for piece in _pieces_of(parameter.rule, shapes, spec, *_tp_of(parameter.rule, mesh)):
+                self._held.setdefault(piece.hf_name, []).append((local, piece))
+
+    @torch.no_grad()
+    def pack(self, name: str, box: Box, buffer: Tensor) -> None:
+        """Write a box that this rank holds, row by row, into [num_bytes] uint8.
+
+        Raises:
+          ValueError: it does not hold all of it.
+        """
+        start = 0
+        for view in self._views(name, box):
+            end = start + view.nbytes
+            buffer[start:end].view(view.dtype).view(view.shape).copy_(view)
+            start = end
+        if start != buffer.numel():
+            raise ValueError(f"{name}: {start} of {buffer.numel()} bytes of {box} are on this rank")
+
+    def _views(self, name: str, box: Box) -> Iterator[Tensor]:
+        """Parts of parameters that make up the box, in the order of its rows."""
+        for local, piece in sorted(self._held.get(name, []), key=lambda held: held[1].hf_start):
+            # A vector is one row, cut along its columns.
+            by_columns = local.ndim == 1 or piece.dim == 1
+            first, last = (box.column, box.column_end) if by_columns else (box.row, box.row_end)
+            begin = max(first, piece.hf_start)
+            length = min(last, piece.hf_start + piece.length) - begin
+            if length <= 0:
+                continue
+            part = local.narrow(piece.dim, piece.local_start + begin - piece.hf_start, length)
+            if local.ndim == 1:
+                yield part
+            elif by_columns:
+                yield part[box.row : box.row_end]
+            else:
+                yield part[:, box.column : box.column_end]

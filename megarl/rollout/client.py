@@ -82,14 +82,21 @@ class ServerClient:
         rank_offset: int,
         world_size: int,
         timeout_s: float,
+        *,
+        sharded: bool = False,
     ) -> None:
-        """Every worker joins the weight group, as rank `rank_offset` + its own rank."""
+        """Every worker joins the weight group, as rank `rank_offset` + its own rank.
+
+        Args:
+          sharded: a plan for each lies in the group's store, see megarl/bridge/sharded.py.
+        """
         init_info = {
             "master_address": master_address,
             "master_port": master_port,
             "rank_offset": rank_offset,
             "world_size": world_size,
             "timeout_s": timeout_s,
+            "sharded": sharded,
         }
         await self._request(
             "POST",
@@ -162,6 +169,20 @@ class ServerClient:
         )
         await self._collective_rpc("reload_weights", {"weights_path": path}, timeout_s=timeout_s)
         await self.set_version(version, timeout_s=timeout_s)
+
+    async def needed_parts(
+        self, tensors: list[list[Any]], timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> list[dict[str, list[list[int]]]]:
+        """Of each worker, the boxes that its loader takes of each HF tensor.
+
+        Args:
+          tensors: [HF name, shape, torch's name of the dtype] each.
+        """
+        answer = await self._collective_rpc(
+            "megarl_needed_parts", {"tensors": tensors}, timeout_s=timeout_s
+        )
+        parts: list[dict[str, list[list[int]]]] = answer["results"]
+        return parts
 
     async def weight_digests(self, timeout_s: float = CONTROL_TIMEOUT_S) -> list[dict[str, int]]:
         """Of each worker, what the last update brought: tensor name -> digest."""

@@ -11,6 +11,8 @@ update: MultiprocExecutor.collective_rpc reads no further than the first worker 
 the answer of the next one is taken for that of the next control request.
 """
 
+import copy
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import wraps
@@ -29,7 +31,10 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 from vllm.v1.worker.worker_base import WorkerBase
 
+from megarl.bridge.engines.trace import Part, needed_parts
 from megarl.bridge.group import WeightGroup, connect, open_group
+from megarl.bridge.plan import Plan
+from megarl.bridge.transport import Assembly, receive_all
 from megarl.bridge.wire import digest, message_bytes, unpack
 
 BACKEND = "megarl"
@@ -44,6 +49,8 @@ class InitInfo(WeightTransferInitInfo):
     rank_offset: int
     world_size: int
     timeout_s: float
+    sharded: bool = False
+    """A plan for this worker lies in the group's store."""
 
 
 @dataclass
@@ -54,6 +61,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
     dtypes: list[str] = field(default_factory=list)
     shapes: list[list[int]] = field(default_factory=list)
     cancel: bool = False
+    sharded: bool = False
+    """All of the plan instead of one bucket."""
     wants_digests: bool = False
     """Keep a digest of each tensor, for `megarl_weight_digests`."""
 
@@ -80,6 +89,9 @@ class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         self._group: WeightGroup | None = None
+        self._plan: Plan | None = None
+        self.named: dict[str, tuple[str, list[int]]] = {}
+        """HF name -> dtype and shape, as `megarl_needed_parts` was asked."""
         self.digests: dict[str, int] | None = None
         """Of the tensors that the loader was given in an update whose digests were asked for."""
 
@@ -96,6 +108,8 @@ class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._group = open_group(
                 store, rank, init_info.world_size, self.device, init_info.timeout_s
             )
+        if init_info.sharded:
+            self._plan = Plan.from_bytes(store.get(f"plan{rank}"))
 
     def start_weight_update(self) -> None:
         self.digests = None
@@ -120,20 +134,41 @@ class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise UpdateCancelled("megarl: the trainer cancelled the weight update")
         if self._group is None:
             raise RuntimeError("megarl: /init_weight_transfer_engine comes before an update")
+        if update_info.sharded:
+            tensors = self._receive_plan(self._group)
+        else:
+            tensors = self._receive_bucket(self._group, update_info)
+        with torch.no_grad(), disable_mtp_completeness_check():
+            self.model.load_weights(tensors)
+
+    def _receive_plan(self, group: WeightGroup) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors of HF shape, of which the parts that this worker's loader reads are there."""
+        if self._plan is None:
+            raise RuntimeError("megarl: this worker was given no plan")
+        assembly = Assembly(self._plan, self.named, self.device)
+        for name, box, data in receive_all(group, self._plan, self.device):
+            whole = assembly.add(name, box, data)
+            if whole is not None:
+                yield name, whole
+        if missing := assembly.incomplete():
+            raise RuntimeError(f"megarl: the plan left {missing[:3]} incomplete")
+
+    def _receive_bucket(
+        self, group: WeightGroup, update_info: UpdateInfo
+    ) -> Iterable[tuple[str, torch.Tensor]]:
         # Not reused: until a layer is complete, vLLM holds views of what came for it.
         buffer = torch.empty(
             message_bytes(update_info.dtypes, update_info.shapes),
             dtype=torch.uint8,
             device=self.device,
         )
-        self._group.broadcast(buffer).wait()
+        group.broadcast(buffer).wait()
         tensors = unpack(buffer, update_info.names, update_info.dtypes, update_info.shapes)
         if update_info.wants_digests:
             tensors = list(tensors)
             digests = {name: digest(tensor) for name, tensor in tensors}
             self.digests = {**(self.digests or {}), **digests}
-        with torch.no_grad(), disable_mtp_completeness_check():
-            self.model.load_weights(tensors)
+        return tensors
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -143,7 +178,7 @@ class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def shutdown(self) -> None:
         if self._group is not None:
             self._group.leave()
-            self._group = None
+            self._group, self._plan = None, None
 
     def _roll_back(self) -> None:
         """Put the former weights back wherever the new ones are not complete."""
@@ -169,6 +204,7 @@ def register() -> None:
         _repack_experts_on_reload()
         _repack_tied_heads_on_reload()
     WorkerBase.megarl_weight_digests = _weight_digests
+    WorkerBase.megarl_needed_parts = _needed_parts
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, MegarlWeightTransferEngine)
 
@@ -179,6 +215,30 @@ def _weight_digests(self: Any) -> dict[str, int]:
     if digests is None:
         raise RuntimeError("megarl: no digests were asked for in the last weight update")
     return dict(digests)
+
+
+def _needed_parts(self: Any, tensors: list[tuple[str, list[int], str]]) -> dict[str, list[Part]]:
+    """A worker's method, for /collective_rpc: what its loader takes of these HF tensors.
+
+    The model is made a second time, without data, by the engine's own code for this worker's
+    place; nothing of the one that serves is touched.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    config = copy.copy(self.vllm_config)
+    # Layers enter themselves here by name, and a name may be there once.
+    config.compilation_config = copy.copy(config.compilation_config)
+    config.compilation_config.static_forward_context = {}
+    if hasattr(config.compilation_config, "static_all_moe_layers"):
+        config.compilation_config.static_all_moe_layers = []
+    with set_current_vllm_config(config), torch.device("meta"):
+        model = initialize_model(vllm_config=config)
+    with set_current_vllm_config(config), disable_mtp_completeness_check():
+        parts = needed_parts(model.load_weights, tensors)
+    self.weight_transfer_engine.named = {name: (dtype, shape) for name, shape, dtype in tensors}
+    return parts
 
 
 def _repack_experts_on_reload() -> None:
