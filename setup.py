@@ -3,6 +3,7 @@
 Without a C++ compiler, or before torch, megarl is installed without its kernels, and says so.
 """
 
+import logging
 import runpy
 from pathlib import Path
 
@@ -21,7 +22,7 @@ class BuildKernels(build_ext):
         folder = Path(__file__).parent / "megarl" / "ops" if self.inplace else package
         try:
             for name, text in _builder["build"](folder).items():
-                self.announce(f"megarl: {name}: {text}", level=3)
+                self.announce(f"megarl: {name}: {text}", level=logging.WARNING)
         except _builder["BuildError"] as error:
             raise SystemExit(f"megarl: {error}") from error
 

@@ -12,6 +12,7 @@ Environment: MEGARL_CUDA=auto|0|1 (1: an error where it cannot be built), MEGARL
 (default 80;90a;100a), CXX, NVCC.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -34,6 +35,11 @@ _CXX_FLAGS = [
     *("-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"),
     *("-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math"),
 ]
+# The compiler's own checks end in a signal that csrc/emu/fibers.h takes.
+EMULATOR_FLAGS = [
+    *("-DMEGARL_EMU", "-O1", "-g", "-x", "c++", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE"),
+    *("-fsanitize=alignment,bounds", "-fsanitize-undefined-trap-on-error"),
+]
 _NVCC_FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
 
 
@@ -49,6 +55,8 @@ def build(folder: Path = Path(__file__).parent) -> dict[str, str]:
     """
     done = {}
     wish = os.environ.get("MEGARL_CUDA", "auto")
+    if wish not in ("auto", "0", "1"):
+        raise BuildError(f"MEGARL_CUDA must be auto, 0 or 1, got {wish!r}")
     for name, make in (("_cpu.so", cpu), ("_cuda.so", cuda)):
         if name == "_cuda.so" and wish == "0":
             done[name] = "not wanted: MEGARL_CUDA=0"
@@ -62,6 +70,11 @@ def build(folder: Path = Path(__file__).parent) -> dict[str, str]:
 
 def _missing(name: str) -> str:
     """What `name` needs and is not here, in words; empty if nothing."""
+    if not SOURCES.is_dir():
+        return (
+            f"there is no {SOURCES}; install from a checkout, after torch, with "
+            "pip install --no-build-isolation"
+        )
     if _torch() is None:
         return "torch is not installed; when it is, run python -m megarl.ops.build"
     if shutil.which(_compiler()) is None:
@@ -83,27 +96,19 @@ def cpu(target: Path) -> str:
 
 def cuda(target: Path) -> str:
     """The CUDA kernels with their bindings, for MEGARL_CUDA_ARCHS."""
-    toolkit = Path(_nvcc() or "").resolve().parents[1]
+    toolkit = _toolkit()
     defines = ["-DMEGARL_WITH_CUDA", "-DUSE_CUDA", f"-I{toolkit / 'include'}"]
     bindings = _bindings("cuda", "cuda", "CUDA", "megarl", defines)
-    folder = toolkit / "lib64"
     # Static: the toolkit's runtime need not be the version that torch has loaded.
-    flags = [
-        *_torch_libraries("torch_cuda"),
-        f"-L{folder}",
-        "-lcudart_static",
-        "-ldl",
-        "-lrt",
-        "-lpthread",
-    ]
+    runtime = ["-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+    folders = [f"-L{toolkit / name}" for name in ("lib64", "lib")]  # installers, pip's nvcc
+    flags = [*_torch_libraries("torch_cuda"), *folders, *runtime]
     return _link(target, [*_cubins("cuda"), *bindings], flags)
 
 
 def emu(target: Path) -> str:
     """The CUDA kernels as fibers on a CPU, as torch.ops.megarl_emu."""
-    flags = ["-DMEGARL_EMU", "-O1", "-g", "-x", "c++"]
-    headers = ["-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE"]
-    kernels = [_cxx(path, "emu", [*flags, *headers]) for path in _sources("cuda/*.cu")]
+    kernels = [_cxx(path, "emu", EMULATOR_FLAGS) for path in _sources("cuda/*.cu")]
     bindings = _bindings("emu", "cuda", "CPU", "megarl_emu", ["-DMEGARL_EMU"])
     return _link(target, [*kernels, *bindings], _torch_libraries())
 
@@ -116,68 +121,110 @@ def check_cubins() -> str:
     """
     if _nvcc() is None:
         raise BuildError("no nvcc")
-    _compile(_cubins("check"))
+    objects = _cubins("check")
+    _compile(objects)
     budgets = json.loads((SOURCES / "cuda" / "registers.json").read_text())
-    rows, wrong = [], []
-    for path in _sources("cuda/*.cu"):
-        text = (OBJECTS / "check" / f"{path.stem}.o.log").read_text()
-        most: dict[str, int] = {}
-        for architecture, registers, spilled in _ptxas(text):
-            most[architecture] = max(most.get(architecture, 0), registers)
-            if spilled:
-                wrong.append(f"{path.name} {architecture}: {spilled} bytes of spills")
-        budget = budgets.get(path.stem, 0)
-        rows.append(f"{path.name:<24}{budget:>8}" + "".join(f"{n:>9}" for n in most.values()))
-        wrong += [
-            f"{path.name} {name}: {n} registers, {budget} allowed"
-            for name, n in most.items()
-            if n > budget
-        ]
     names = [f"sm_{name}" for name in _architectures()]
-    head = f"{'most registers':<24}{'allowed':>8}" + "".join(f"{name:>9}" for name in names)
+    lines = [f"{'registers':<72}{'allowed':>8}" + "".join(f"{name:>9}" for name in names)]
+    wrong = []
+    for item in objects:
+        budget = budgets.get(item.source.stem, 0)
+        registers: dict[str, dict[str, int]] = {}
+        for kernel, architecture, used, spilled in _ptxas(item.log.read_text()):
+            registers.setdefault(kernel, {})[architecture] = used
+            where = f"{item.source.name} {kernel} {architecture}"
+            if spilled:
+                wrong.append(f"{where}: {spilled} bytes of spills")
+            if used > budget:
+                wrong.append(f"{where}: {used} registers, {budget} allowed")
+        for kernel, of_kernel in sorted(registers.items()):
+            cells = "".join(f"{of_kernel.get(name, ''):>9}" for name in names)
+            lines.append(f"{item.source.stem + ': ' + kernel:<72}{budget:>8}{cells}")
     if wrong:
         raise BuildError("; ".join(wrong))
-    return "\n".join([head, *rows])
+    return "\n".join(lines)
 
 
-def _ptxas(text: str) -> Iterable[tuple[str, int, int]]:
-    """Architecture, registers and bytes of spills of each kernel that ptxas has told of."""
-    architecture, spilled = "", 0
-    for line in text.splitlines():
-        if found := re.search(r"Compiling entry function .* for '(\w+)'", line):
-            architecture = found[1]
+def _ptxas(text: str) -> Iterable[tuple[str, str, int, int]]:
+    """Name, architecture, registers and bytes of spills of each kernel that ptxas has told of."""
+    kernel, architecture, spilled = "", "", 0
+    for line in _demangled(text).splitlines():
+        if found := re.search(r"Compiling entry function '(.*)' for '(\w+)'", line):
+            name, architecture = found.groups()
+            # The arguments, the return type and the namespaces say nothing.
+            kernel = re.sub(r"\(anonymous namespace\)::|\bvoid |\w+::", "", name).split("(")[0]
+            spilled = 0
         if found := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
             spilled = int(found[1]) + int(found[2])
         if found := re.search(r"Used (\d+) registers", line):
-            yield architecture, int(found[1]), spilled
+            yield kernel, architecture, int(found[1]), spilled
+
+
+def _demangled(text: str) -> str:
+    tool = shutil.which("c++filt")
+    if tool is None:
+        return text
+    return subprocess.run([tool], input=text, capture_output=True, text=True, check=True).stdout
 
 
 # ---------------------------------------------------------------- one object, one library
 
 
 class _Object:
-    """An object file: its command, and whether its sources are newer."""
+    """An object file: its command, and whether it is of the sources as they are now.
+
+    Beside it lie `.log`, what the compiler said, and `.digest`. Files are compared by content:
+    times lie where a checkout goes back, or where a source is edited while it is compiled.
+    """
 
     def __init__(self, command: Sequence[str], source: Path, target: Path) -> None:
-        self.command = [*command, "-c", str(source), "-o", str(target)]
+        self.command = [*command, "-c", str(source)]
         self.source, self.target = source, target
+        self.log = target.with_suffix(".o.log")
+
+    def digest(self) -> str:
+        found = hashlib.sha256(" ".join(self.command).encode())
+        torch = _torch()
+        versions = [torch / "version.py"] if torch is not None else []
+        for path in [*_with_headers(self.source), *versions]:
+            found.update(f"\0{path}\0".encode() + path.read_bytes())
+        return found.hexdigest()
 
     def is_old(self) -> bool:
-        log = self.target.with_suffix(".o.command")
-        if not self.target.is_file() or not log.is_file():
+        digest = self.target.with_suffix(".o.digest")
+        if not (self.target.is_file() and self.log.is_file() and digest.is_file()):
             return True
-        made = self.target.stat().st_mtime
-        headers = [path for path in SOURCES.rglob("*") if path.suffix in (".h", ".cuh")]
-        changed = any(path.stat().st_mtime > made for path in [self.source, *headers])
-        return changed or log.read_text() != " ".join(self.command)
+        return digest.read_text() != self.digest()
 
     def make(self) -> None:
         self.target.parent.mkdir(parents=True, exist_ok=True)
-        result = subprocess.run(self.command, capture_output=True, text=True, check=False)
-        if result.returncode:
-            raise BuildError(f"{' '.join(self.command)}\n{result.stdout}{result.stderr}")
-        self.target.with_suffix(".o.log").write_text(result.stdout + result.stderr)
-        self.target.with_suffix(".o.command").write_text(" ".join(self.command))
+        digest = self.digest()  # before the compiler reads what it stands for
+        partial = self.target.with_suffix(f".{os.getpid()}.o")
+        said = _run([*self.command, "-o", str(partial)])
+        self.log.write_text(said)
+        partial.rename(self.target)
+        self.target.with_suffix(".o.digest").write_text(digest)
+
+
+def _with_headers(source: Path) -> list[Path]:
+    """`source` and all of csrc/ that it includes, whatever the preprocessor would skip."""
+    found, left = [source], [source]
+    while left:
+        path = left.pop()
+        for name in re.findall(r'^\s*#\s*include "(.+)"', path.read_text(), re.MULTILINE):
+            for folder in (path.parent, SOURCES / "include"):
+                header = (folder / name).resolve()
+                if header.is_file() and header not in found:
+                    found.append(header)
+                    left.append(header)
+    return sorted(found)
+
+
+def _run(command: Sequence[str]) -> str:
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise BuildError(f"{' '.join(command)}\n{result.stdout}{result.stderr}")
+    return result.stdout + result.stderr
 
 
 def _cxx(source: Path, folder: str, flags: Sequence[str]) -> _Object:
@@ -229,18 +276,17 @@ def _compile(objects: Sequence[_Object]) -> bool:
 
 def _link(target: Path, objects: Sequence[_Object], flags: Sequence[str]) -> str:
     is_new = not _compile(objects) and target.is_file()
+    command = [_compiler(), "-shared", *(str(item.target) for item in objects), *flags]
+    stamp = OBJECTS / f"{target.name}.link"  # an op that is gone leaves no newer object
     newest = max(item.target.stat().st_mtime for item in objects)
-    if is_new and target.stat().st_mtime >= newest:
+    is_new = is_new and target.stat().st_mtime >= newest and stamp.is_file()
+    if is_new and stamp.read_text() == " ".join(command):
         return "up to date"
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_suffix(f".{os.getpid()}")
-    command = [_compiler(), "-shared", *(str(item.target) for item in objects), *flags]
-    result = subprocess.run(
-        [*command, "-o", str(partial)], capture_output=True, text=True, check=False
-    )
-    if result.returncode:
-        raise BuildError(f"{' '.join(command)}\n{result.stdout}{result.stderr}")
+    _run([*command, "-o", str(partial)])
     partial.rename(target)
+    stamp.write_text(" ".join(command))
     return "built"
 
 
@@ -257,6 +303,15 @@ def _compiler() -> str:
 
 def _nvcc() -> str | None:
     return shutil.which(os.environ.get("NVCC", "nvcc"))
+
+
+def _toolkit() -> Path:
+    """Folder of nvcc's include/ and lib64/; nvcc itself may be a script that calls it."""
+    said = _run([_nvcc() or "nvcc", "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull])
+    found = re.search(r"^#\$ TOP=(.+)$", said, re.MULTILINE)
+    if found is None:
+        raise BuildError(f"{_nvcc()} --dryrun does not name its toolkit")
+    return Path(found[1]).resolve()
 
 
 def _architectures() -> list[str]:

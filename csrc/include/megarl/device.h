@@ -16,6 +16,8 @@
 #define MEGARL_DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
 #define MEGARL_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
   kernel<<<grid, block, shared_bytes, static_cast<cudaStream_t>(stream)>>>(__VA_ARGS__)
+#define MEGARL_LAUNCH_CLUSTER(kernel, cluster, grid, block, shared_bytes, stream, ...) \
+  megarl::launch_cluster(kernel, cluster, grid, block, shared_bytes, stream, __VA_ARGS__)
 #endif
 
 namespace megarl {
@@ -53,6 +55,74 @@ __device__ __forceinline__ uint32_t pack_bf16x2(float low, float high) {
   return rounded(low) | (rounded(high) << 16);
 #endif
 }
+
+// A cluster is blocks that run at once and reach each other's shared memory: sm_90 and later,
+// `grid.x` a multiple of its size (8 runs everywhere, 16 where the card allows it). Under sm_90
+// these three are those of a cluster of one block, and a launch with more is an error.
+__device__ __forceinline__ int cluster_rank() {
+#if defined(MEGARL_EMU)
+  return emu::device.current->block->rank;
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  unsigned rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
+#else
+  return 0;
+#endif
+}
+
+// Every thread of every block of the cluster; what was written before is seen after, in global
+// memory and in any block's shared memory. One more is due before a block ends that others read.
+__device__ __forceinline__ void cluster_sync([[maybe_unused]] int line = __builtin_LINE()) {
+#if defined(MEGARL_EMU)
+  emu::wait(emu::Wait::kCluster, line);
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+#elif defined(__CUDA_ARCH__)
+  __syncthreads();
+#endif
+}
+
+// Where block `rank` of the cluster has what `mine` points to in this block's shared memory.
+// That block must have begun: a cluster_sync() comes before the first use.
+template <typename T>
+__device__ __forceinline__ T* on_rank(T* mine, int rank) {
+#if defined(MEGARL_EMU)
+  return emu::on_rank(mine, rank);
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  uint64_t address;
+  asm("mapa.u64 %0, %1, %2;"
+      : "=l"(address)
+      : "l"(reinterpret_cast<uint64_t>(mine)), "r"(static_cast<unsigned>(rank)));
+  return reinterpret_cast<T*>(address);
+#else
+  return mine;
+#endif
+}
+
+#if defined(__CUDACC__) && !defined(MEGARL_EMU)
+// Behind MEGARL_LAUNCH_CLUSTER; errors are left to cudaGetLastError, as those of a plain launch.
+template <typename... Parameters, typename... Args>
+void launch_cluster(void (*kernel)(Parameters...), unsigned cluster, dim3 grid, dim3 block,
+                    size_t shared_bytes, void* stream, const Args&... args) {
+  constexpr size_t kSharedByDefault = 48 * 1024;
+  if (shared_bytes > kSharedByDefault)
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                         static_cast<int>(shared_bytes));
+  if (cluster > 8) cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {cluster, 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  cudaLaunchKernelEx(&config, kernel, args...);
+}
+#endif
 
 // 16 bytes that are read or written once: they pass the caches by.
 __device__ __forceinline__ uint4 load_once(const uint4* from) { return __ldcs(from); }
