@@ -22,6 +22,9 @@ class LossOutput(NamedTuple):
     metrics: dict[str, Tensor]  # [] float32 each, already / num_tokens: reduce with SUM
 
 
+Objective = Literal["ppo", "cispo"]
+
+
 @dataclass(frozen=True)
 class Correction:
     """Bounds on the behaviour weight w = exp(proximal - behaviour).
@@ -55,6 +58,7 @@ def policy_loss(
     num_tokens: Tensor,
     eps_clip_low: float,
     eps_clip_high: float,
+    objective: Objective = "ppo",
     c_clip: float | None = None,
     level: Literal["token", "sequence"] = "token",
     decoupled: bool = True,
@@ -62,12 +66,14 @@ def policy_loss(
     ref_logp: Tensor | None = None,
     kl_coef: float = 0.0,
     kl_estimator: Estimator = "k3",
+    entropy: Tensor | None = None,
 ) -> LossOutput:
-    r"""PPO's clipped objective around a proximal policy, weighted back to the behaviour policy.
+    r"""A clipped objective around a proximal policy, weighted back to the behaviour policy.
 
         r_t = exp(logp_t - prox_t)                     sequence level: exp(mean over the sequence)
-        L_t = max( -A_t r_t, -A_t clip(r_t, 1 - eps_low, 1 + eps_high) )
+        ppo:                 L_t = max( -A_t r_t, -A_t clip(r_t, 1 - eps_low, 1 + eps_high) )
         dual clip, A_t < 0:  L_t = min( L_t, -c A_t )
+        cispo:               L_t = -sg( clip(r_t, 1 - eps_low, 1 + eps_high) ) A_t logp_t
         decoupled:           L_t = w_t L_t,  w_t = exp(prox_t - behaviour_t), bounded
         L = (1/N) sum_t m_t ( L_t + kl_coef KL_t )
 
@@ -75,7 +81,9 @@ def policy_loss(
     only bounds it: a masked token adds nothing but still counts in N. Not decoupled, the
     proximal policy is the anchor and `behaviour_logp` is not used. A sequence-level ratio
     uses A's mean over the sequence's masked tokens. r is not clamped in silence: a gap over
-    88 nats overflows it, and the caller's finite check stops the run.
+    88 nats overflows it, and the caller's finite check stops the run. cispo clips what a
+    token's gradient weighs (sg: not differentiated), so every token keeps one; with eps_low = 1
+    the weight has no lower bound.
 
     Args:
       logp: [T] float, nats. Policy being trained.
@@ -85,30 +93,36 @@ def policy_loss(
       mask: [T] bool. True on response tokens that count.
       cu_seqlens: [n + 1] int64, boundaries of the n sequences in T.
       num_tokens: [] N, the GLOBAL number of True in `mask`.
-      eps_clip_low: in [0, 1). eps_clip_high: >= 0.
-      c_clip: > 1, or None.
+      eps_clip_low: in [0, 1), or [0, 1] for cispo. eps_clip_high: >= 0.
+      c_clip: > 1, or None; None for cispo.
+      level: "token" for cispo.
       ref_logp: [T] float, nats; needed if kl_coef > 0.
+      entropy: [T] float, nats, for its mean alone.
 
     Returns:
       loss, and metrics: `importance_weight` (mean r), `clip_ratio` and `dual_clip_ratio` (share
-      of tokens whose gradient the clip removed), `kl` (k3 from the policy that sampled
-      to the current one); decoupled also `behave_weight` (mean w after bounds), `behave_kl`, and
-      `behave_masked` (share of tokens dropped).
+      of tokens whose gradient the clip removed; cispo: whose weight it changed),
+      `clip_high_ratio` (the part of clip_ratio with r over its upper bound), `kl` (k3 from the
+      policy that sampled to the current one); decoupled also `behave_weight` and
+      `behave_weight_sq` (mean w and w^2 after bounds: the effective sample size is
+      N behave_weight^2 / behave_weight_sq), `behave_kl`, and `behave_masked` (share of tokens
+      dropped); `ref_kl` if kl_coef > 0; `entropy` if it is given.
 
     Raises:
-      ValueError: shapes differ, a clip is out of range, or kl_coef > 0 without ref_logp.
+      ValueError: shapes differ, a clip is out of range, kl_coef < 0 or > 0 without ref_logp, or
+        cispo with a dual clip or a sequence's ratio.
 
     Source: Schulman et al. 2017, arXiv:1707.06347 eq. 7; clip-higher Yu et al. 2025,
       arXiv:2503.14476; dual clip Ye et al. 2020, arXiv:1912.09729 eq. 5; decoupled Hilton et
       al. 2022, arXiv:2110.00641 and Fu et al. 2025, arXiv:2505.24298 eq. 2; sequence ratio
-      Zheng et al. 2025, arXiv:2507.18071 eq. 7. Differs from all: N is global.
+      Zheng et al. 2025, arXiv:2507.18071 eq. 7; cispo MiniMax 2025, arXiv:2506.13585 eq. 4 and
+      5. Differs from all: N is global.
     """
-    _check(logp, prox_logp, behaviour_logp, advantages, mask)
-    if not (0 <= eps_clip_low < 1 and eps_clip_high >= 0 and (c_clip is None or c_clip > 1)):
-        raise ValueError(
-            f"need 0 <= eps_clip_low < 1, eps_clip_high >= 0 and c_clip > 1, got "
-            f"{eps_clip_low}, {eps_clip_high}, {c_clip}"
-        )
+    optional = [x for x in (ref_logp, entropy) if x is not None]
+    check_tokens(logp, prox_logp, behaviour_logp, advantages, *optional, mask)
+    check_settings(
+        eps_clip_low, eps_clip_high, objective, c_clip, level, kl_coef, ref_logp is not None
+    )
     sequences = _Sequences(cu_seqlens, mask)
     # where(), not a product with the mask: 0 * nan is nan.
     logp = torch.where(mask, logp.float(), 0.0)
@@ -120,9 +134,14 @@ def policy_loss(
         log_ratio = torch.where(mask, sequences.mean(log_ratio), 0.0)
         advantages = torch.where(mask, sequences.mean(advantages), 0.0)
     ratio = log_ratio.exp()
-    per_token, is_clipped, is_dual_clipped = _clipped_surrogate(
-        ratio, advantages, eps_clip_low, eps_clip_high, c_clip
-    )
+    if objective == "cispo":
+        bounded = ratio.detach().clamp(1 - eps_clip_low, 1 + eps_clip_high)
+        per_token, is_clipped = -advantages * bounded * logp, bounded != ratio
+        is_dual_clipped = torch.zeros_like(is_clipped)
+    else:
+        per_token, is_clipped, is_dual_clipped = _clipped_surrogate(
+            ratio, advantages, eps_clip_low, eps_clip_high, c_clip
+        )
     behaviour = torch.where(mask, behaviour_logp.detach().float(), 0.0)
     sampler = behaviour if decoupled else prox
 
@@ -132,6 +151,7 @@ def policy_loss(
     metrics = {
         "importance_weight": mean(ratio),
         "clip_ratio": mean(is_clipped),
+        "clip_high_ratio": mean(is_clipped & (ratio > 1 + eps_clip_high)),
         "dual_clip_ratio": mean(is_dual_clipped),
         "kl": mean(kl_estimate(sampler, logp.detach(), "k3")),
     }
@@ -139,14 +159,16 @@ def policy_loss(
         weight = _behaviour_weight(prox - behaviour, mask, sequences, correction)
         per_token = per_token * weight
         metrics["behave_weight"] = mean(weight)
+        metrics["behave_weight_sq"] = mean(weight.square())
         metrics["behave_kl"] = mean(kl_estimate(behaviour, prox, "k3"))
         metrics["behave_masked"] = mean(weight == 0)
     if kl_coef > 0:
-        if ref_logp is None:
-            raise ValueError(f"kl_coef {kl_coef} needs ref_logp")
+        assert ref_logp is not None, "checked above"
         ref_kl = kl_estimate(logp, torch.where(mask, ref_logp.detach().float(), 0.0), kl_estimator)
         per_token = per_token + kl_coef * ref_kl
         metrics["ref_kl"] = mean(ref_kl)
+    if entropy is not None:
+        metrics["entropy"] = mean(entropy)
     return LossOutput(torch.where(mask, per_token, 0.0).sum() / num_tokens, metrics)
 
 
@@ -158,7 +180,7 @@ def sft_loss(logp: Tensor, mask: Tensor, *, num_tokens: Tensor) -> LossOutput:
       mask: [T] bool.
       num_tokens: [] N, the GLOBAL number of True in `mask`.
     """
-    _check(logp, mask)
+    check_tokens(logp, mask)
     return LossOutput(-torch.where(mask, logp.float(), 0.0).sum() / num_tokens, {})
 
 
@@ -181,11 +203,11 @@ class _Sequences:
     """Sums over the masked tokens of each packed sequence, spread back to its tokens."""
 
     def __init__(self, cu_seqlens: Tensor, mask: Tensor) -> None:
-        lengths = cu_seqlens.diff()
-        self._num = lengths.numel()
-        self._index = torch.repeat_interleave(
-            torch.arange(self._num, device=mask.device), lengths.to(mask.device)
-        )
+        self._num = cu_seqlens.numel() - 1
+        # Not repeat_interleave of lengths, for whose size the host waits.
+        ends = cu_seqlens[1:].to(mask.device)
+        tokens = torch.arange(mask.numel(), device=mask.device)
+        self._index = torch.searchsorted(ends, tokens, right=True)
         self._mask = mask
         self._count = self.sum(torch.ones(mask.shape, device=mask.device)).clamp(min=1)
 
@@ -201,6 +223,24 @@ class _Sequences:
         lowest = x.new_full((self._num,), -torch.inf)
         masked = torch.where(self._mask, x, -torch.inf)
         return lowest.scatter_reduce(0, self._index, masked, "amax")[self._index]
+
+
+def behaviour_weight(
+    prox_logp: Tensor,
+    behaviour_logp: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    correction: Correction | None,
+) -> Tensor:
+    """[T] float32 w of policy_loss after its bounds: 0 where a token is dropped or masked.
+
+    Args:
+      As policy_loss.
+    """
+    prox = torch.where(mask, prox_logp.detach().float(), 0.0)
+    behaviour = torch.where(mask, behaviour_logp.detach().float(), 0.0)
+    weight = _behaviour_weight(prox - behaviour, mask, _Sequences(cu_seqlens, mask), correction)
+    return torch.where(mask, weight, 0.0)
 
 
 def _behaviour_weight(
@@ -230,9 +270,44 @@ def _behaviour_weight(
     return torch.where((measured >= lower) & (measured <= correction.upper), weight, 0.0)
 
 
-def _check(first: Tensor, *others: Tensor) -> None:
+def check_tokens(first: Tensor, *others: Tensor) -> None:
+    """Raises ValueError unless all are [T] and the last, the mask, is bool."""
     shapes = [tuple(x.shape) for x in (first, *others)]
     if first.ndim != 1 or len(set(shapes)) != 1:
         raise ValueError(f"per-token tensors must all be [T], got {shapes}")
     if others[-1].dtype != torch.bool:
         raise ValueError(f"mask must be bool, got {others[-1].dtype}")
+
+
+def check_settings(
+    eps_clip_low: float,
+    eps_clip_high: float,
+    objective: Objective,
+    c_clip: float | None,
+    level: str,
+    kl_coef: float,
+    has_ref: bool,
+) -> None:
+    """Raises ValueError where policy_loss has no meaning for these."""
+    is_cispo = objective == "cispo"
+    if not (objective in ("ppo", "cispo") and level in ("token", "sequence")):
+        raise ValueError(
+            f"objective must be ppo or cispo and level token or sequence, got {objective!r} and "
+            f"{level!r}"
+        )
+    if not (
+        (0 <= eps_clip_low < 1 or (is_cispo and eps_clip_low == 1))
+        and eps_clip_high >= 0
+        and (c_clip is None or c_clip > 1)
+    ):
+        raise ValueError(
+            f"need 0 <= eps_clip_low < 1 (cispo: <= 1), eps_clip_high >= 0 and c_clip > 1, got "
+            f"{eps_clip_low}, {eps_clip_high}, {c_clip}"
+        )
+    if is_cispo and (c_clip is not None or level != "token"):
+        raise ValueError(
+            f"cispo has no dual clip and no sequence's ratio, got c_clip {c_clip} and level "
+            f"{level!r}"
+        )
+    if kl_coef < 0 or (kl_coef > 0 and not has_ref):
+        raise ValueError(f"kl_coef {kl_coef} must be >= 0, and needs ref_logp if > 0")

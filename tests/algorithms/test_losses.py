@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algorithms.losses import Correction, policy_loss, sft_loss
+from megarl.config.schema import PPOActorConfig
+from megarl.errors import ConfigError
 
 LENGTHS = [9, 1, 14, 5, 20]
 CLIPS = {"eps_clip_low": 0.2, "eps_clip_high": 0.28}
@@ -42,8 +44,24 @@ def kl(kind, p, q):
     return max(-10.0, min(10.0, value))
 
 
-def reference(tokens, *, level, decoupled, correction, c_clip, kl_coef, kl_estimator, **clips):
-    """One token at a time. Slow on purpose: no shared code."""
+def reference(
+    tokens,
+    *,
+    level,
+    decoupled,
+    correction,
+    c_clip,
+    kl_coef,
+    kl_estimator,
+    objective="ppo",
+    held_at=None,
+    **clips,
+):
+    """One token at a time. Slow on purpose: no shared code.
+
+    held_at: logprobs in the ratios of cispo, which are not differentiated; None is `tokens`'.
+    """
+    held_at = tokens["logp"].tolist() if held_at is None else held_at.tolist()
     columns = {k: v.tolist() for k, v in tokens.items()}
     bounds = columns.pop("cu_seqlens")
     total, count = 0.0, sum(columns["mask"])
@@ -61,6 +79,9 @@ def reference(tokens, *, level, decoupled, correction, c_clip, kl_coef, kl_estim
             r, a = math.exp(gaps[i]), advantages[i]
             low, high = 1 - clips["eps_clip_low"], 1 + clips["eps_clip_high"]
             value = max(-a * r, -a * min(max(r, low), high))
+            if objective == "cispo":
+                weight = math.exp(held_at[i] - columns["prox_logp"][i])
+                value = -min(max(weight, low), high) * a * columns["logp"][i]
             if c_clip is not None and a < 0:
                 value = min(value, -c_clip * a)
             if decoupled:
@@ -108,6 +129,12 @@ VARIANTS = {
     "dual-clip": {"c_clip": 1.5},
     "decoupled": {"decoupled": True},
     "decoupled-gspo": {"decoupled": True, "level": "sequence"},
+    "cispo": {"objective": "cispo"},
+    "cispo-without-lower-bound": {"objective": "cispo", "eps_clip_low": 1.0},
+    "cispo-decoupled-kl": {
+        **{"objective": "cispo", "decoupled": True, "kl_coef": 0.3},
+        "correction": Correction(upper=1.4, lower=0.7),
+    },
     "kl-k1": {"kl_coef": 0.3, "kl_estimator": "k1"},
     "kl-k2": {"kl_coef": 0.3, "kl_estimator": "k2"},
     "kl-k3": {"kl_coef": 0.3, "kl_estimator": "k3"},
@@ -133,7 +160,7 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("seed", range(3))
 def test_value_and_gradient_match_the_papers(variant, seed):
-    options = {**PLAIN, **VARIANTS[variant], **CLIPS}
+    options = {**PLAIN, **CLIPS, **VARIANTS[variant]}
     tokens = make_tokens(seed)
     num_tokens = tokens["mask"].sum()
     logp = tokens["logp"].clone().requires_grad_()
@@ -149,7 +176,7 @@ def test_value_and_gradient_match_the_papers(variant, seed):
         for sign in (1, -1):
             moved = tokens["logp"].clone()
             moved[i] += sign * step
-            ends.append(reference({**tokens, "logp": moved}, **options))
+            ends.append(reference({**tokens, "logp": moved}, held_at=tokens["logp"], **options))
         # A central difference of step 1e-6 in float64 is good to about 1e-8.
         slope = (ends[0] - ends[1]) / (2 * step)
         assert logp.grad[i].item() == pytest.approx(slope, rel=1e-4, abs=1e-6)
@@ -159,7 +186,7 @@ def test_value_and_gradient_match_the_papers(variant, seed):
 @given(cuts=st.sets(st.integers(1, len(LENGTHS) - 1)))
 def test_micro_batches_add_up(variant, cuts):
     """The contract the engine leans on: cutting between sequences changes nothing."""
-    options = {**PLAIN, **VARIANTS[variant], **CLIPS}
+    options = {**PLAIN, **CLIPS, **VARIANTS[variant]}
     tokens = make_tokens()
     num_tokens = tokens["mask"].sum()
     starts = tokens["cu_seqlens"]
@@ -225,6 +252,29 @@ def test_gradient_is_zero_exactly_where_clipped():
     assert out.metrics["clip_ratio"].item() == 0.5
 
 
+def test_every_token_keeps_its_gradient_under_cispo():
+    # r = 2, 1 and 1/2 between the bounds 0.8 and 1.28, and an advantage of either sign.
+    logp = torch.tensor([2.0, 1.0, 0.5, 2.0, 0.5]).log().requires_grad_()
+    advantages = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0])
+    out = policy_loss(
+        logp,
+        torch.zeros(5),
+        torch.zeros(5),
+        advantages,
+        torch.ones(5, dtype=torch.bool),
+        torch.tensor([0, 5]),
+        num_tokens=torch.tensor(5),
+        objective="cispo",
+        decoupled=False,
+        **CLIPS,
+    )
+    out.loss.backward()
+    weights = torch.tensor([1.28, 1.0, 0.8, 1.28, 0.8])
+    torch.testing.assert_close(logp.grad, -weights * advantages / 5)
+    assert out.metrics["clip_ratio"].item() == pytest.approx(4 / 5)
+    assert out.metrics["clip_high_ratio"].item() == pytest.approx(2 / 5)
+
+
 @pytest.mark.parametrize("decoupled", [False, True])
 def test_metrics_are_means_over_the_masked_tokens(decoupled):
     tokens = make_tokens()
@@ -238,6 +288,7 @@ def test_metrics_are_means_over_the_masked_tokens(decoupled):
         correction=bounds,
         kl_coef=0.1,
         kl_estimator="k2",
+        entropy=-tokens["logp"],
     ).metrics
     sums = dict.fromkeys(got, 0.0)
     names = ("logp", "prox_logp", "behaviour_logp", "advantages", "ref_logp", "mask")
@@ -250,13 +301,16 @@ def test_metrics_are_means_over_the_masked_tokens(decoupled):
         dual = a < 0 and r > 1.5
         sums["importance_weight"] += r
         sums["clip_ratio"] += (a > 0 and r > 1.28) or (a < 0 and r < 0.8)
+        sums["clip_high_ratio"] += a > 0 and r > 1.28
         sums["dual_clip_ratio"] += dual
+        sums["entropy"] -= logp
         sums["kl"] += kl("k3", behaviour if decoupled else prox, logp)
         sums["ref_kl"] += kl("k2", logp, ref)
         if decoupled:
             weight = math.exp(prox - behaviour)
             dropped = not 0.7 <= weight <= 1.4
             sums["behave_weight"] += 0.0 if dropped else weight
+            sums["behave_weight_sq"] += 0.0 if dropped else weight**2
             sums["behave_masked"] += dropped
             sums["behave_kl"] += kl("k3", behaviour, prox)
     count = int(tokens["mask"].sum())
@@ -313,6 +367,13 @@ def test_sft_loss_is_the_mean_negative_logprob():
         ({"eps_clip_low": 1.0}, "eps_clip_low"),
         ({"c_clip": 0.5}, "c_clip > 1"),
         ({"kl_coef": 0.1}, "needs ref_logp"),
+        ({"kl_coef": -0.1}, "must be >= 0"),
+        ({"objective": "reinforce"}, "objective must be ppo or cispo"),
+        ({"level": "batch"}, "level token or sequence"),
+        ({"objective": "cispo", "eps_clip_low": 1.5}, "eps_clip_low"),
+        ({"objective": "cispo", "c_clip": 3.0}, "no dual clip"),
+        ({"objective": "cispo", "level": "sequence"}, "no sequence's ratio"),
+        ({"entropy": torch.zeros(3)}, r"\[T\]"),
     ],
 )
 def test_wrong_arguments_are_named(change, message):
@@ -326,3 +387,25 @@ def test_wrong_arguments_are_named(change, message):
     }
     with pytest.raises(ValueError, match=message):
         policy_loss(**arguments)
+
+
+CISPO = {"objective": "cispo", "path": "model"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"c_clip": 3.0},
+        {"importance_sampling_level": "sequence"},
+        {"eps_clip": 1.0},
+        {"eps_clip": 1.5, "eps_clip_higher": 4.0},
+        {"objective": "ppo", "eps_clip": 1.0, "eps_clip_higher": 4.0},
+    ],
+)
+def test_a_config_that_the_objective_has_no_meaning_for_is_refused(change):
+    with pytest.raises(ConfigError, match=r"objective: cispo|eps_clip: must be in \[0, 1\)"):
+        PPOActorConfig(**{**CISPO, **change})
+
+
+def test_a_config_of_cispo_may_have_no_lower_bound():
+    assert PPOActorConfig(**CISPO, eps_clip=1.0, eps_clip_higher=4.0).eps_clip == 1
