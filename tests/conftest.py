@@ -4,7 +4,11 @@ import hypothesis
 import pytest
 from tiny_server import REQUEST_TIMEOUT_S, LoopThread, running_server
 
+from megarl.ops import build
 from megarl.rollout.client import ServerClient
+
+# Before a test imports them: kernels that are those of csrc/ as it stands.
+build.build()
 
 # Under nohup or in the background of a shell these are ignored, and so they would be in every
 # process that a test starts and then sends them to.

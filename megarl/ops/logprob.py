@@ -63,21 +63,24 @@ def token_logprob_entropy(
     Raises:
       ValueError: shapes, dtypes or devices do not fit.
     """
-    _check(logits, labels, mask, keep)
+    check_logits(logits, labels, mask, keep)
+    shard = Shard(logits, labels, inverse_of(temperature, logits), mask, keep, vocab_size, tp_group)
+    logp, entropy = _TokenLogprobEntropy.apply(logits, shard, with_entropy, grad_in_place)
+    return logp, entropy
+
+
+def inverse_of(temperature: float | Tensor, logits: Tensor) -> Tensor:
+    """[1] or [T] float32, as the ops want it. ValueError if it is none."""
     if not isinstance(temperature, Tensor):
         if temperature <= 0:
             raise ValueError(f"temperature must be > 0, got {temperature}")
-        inverse = torch.full((1,), 1.0 / temperature, device=logits.device)
-    else:
-        if temperature.shape != labels.shape or temperature.dtype != torch.float32:
-            raise ValueError(
-                f"temperature must be a number or [T] float32, got {tuple(temperature.shape)} "
-                f"{temperature.dtype}"
-            )
-        inverse = temperature.reciprocal()
-    shard = Shard(logits, labels, inverse, mask, keep, vocab_size, tp_group)
-    logp, entropy = _TokenLogprobEntropy.apply(logits, shard, with_entropy, grad_in_place)
-    return logp, entropy
+        return torch.full((1,), 1.0 / temperature, device=logits.device)
+    if temperature.shape != logits.shape[:1] or temperature.dtype != torch.float32:
+        raise ValueError(
+            f"temperature must be a number or [T] float32, got {tuple(temperature.shape)} "
+            f"{temperature.dtype}"
+        )
+    return temperature.reciprocal()
 
 
 def pack_keep_mask(keep: Tensor) -> Tensor:
@@ -158,7 +161,8 @@ class _TokenLogprobEntropy(torch.autograd.Function):
         return grad, None, None, None
 
 
-def _check(logits: Tensor, labels: Tensor, mask: Tensor | None, keep: Tensor | None) -> None:
+def check_logits(logits: Tensor, labels: Tensor, mask: Tensor | None, keep: Tensor | None) -> None:
+    """ValueError that names what does not fit."""
     if logits.ndim != 2 or labels.shape != logits.shape[:1]:
         raise ValueError(
             f"need logits [T, V/tp] and labels [T], got {tuple(logits.shape)} and "
@@ -188,7 +192,7 @@ def _check(logits: Tensor, labels: Tensor, mask: Tensor | None, keep: Tensor | N
 # ---------------------------------------------------------------- torch references
 
 
-def _stats(
+def reference_stats(
     logits: Tensor,
     labels: Tensor,
     inverse_temperature: Tensor,
@@ -220,7 +224,7 @@ def _stats(
         parts[rows][counts] = made[counts]
 
 
-def _combine(
+def reference_combine(
     parts: Tensor,
     mask: Tensor | None,
     with_entropy: bool,
@@ -246,7 +250,7 @@ def _combine(
     log_z.copy_(torch.where(counts[:, None], torch.stack([top, log_s], dim=1), 0.0))
 
 
-def _grad(
+def reference_grad(
     logits: Tensor,
     labels: Tensor,
     inverse_temperature: Tensor,
@@ -316,14 +320,14 @@ _SHARD = (
     "Tensor logits, Tensor labels, Tensor inverse_temperature, Tensor? mask, Tensor? keep, "
     "int vocab_start, int num_valid"
 )
-define(f"logprob_stats({_SHARD}, bool with_entropy, Tensor(a!) parts) -> ()", _stats)
+define(f"logprob_stats({_SHARD}, bool with_entropy, Tensor(a!) parts) -> ()", reference_stats)
 define(
     "logprob_combine(Tensor parts, Tensor? mask, bool with_entropy, Tensor(a!) logp, "
     "Tensor(b!) entropy, Tensor(c!) log_z) -> ()",
-    _combine,
+    reference_combine,
 )
 define(
     f"logprob_grad({_SHARD}, Tensor log_z, Tensor entropy, Tensor grad_logp, "
     "Tensor? grad_entropy, Tensor(a!) grad) -> ()",
-    _grad,
+    reference_grad,
 )

@@ -5,8 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 
-import megarl.ops.logprob  # noqa: F401 - defines its ops
-from megarl.ops import build, library
+from megarl.ops import (  # noqa: F401 - each defines its ops
+    advantages,
+    build,
+    fp8,
+    library,
+    logprob,
+    logprob_loss,
+    pack,
+    policy_loss,
+)
 
 EMULATED = Path(__file__).parents[2] / "build" / "kernels" / "_emu.so"
 
