@@ -78,7 +78,14 @@ def sft_step(engine: MegatronEngine, batch: Batch) -> dict[str, float]:
     """One optimizer step on the mean negative logprob of the completions' tokens."""
     batch["shifted_mask"] = shift(batch["loss_mask"]).bool()
     num_tokens = int(batch["shifted_mask"].sum())
-    return engine.train_batch(batch, _loss, keys=("shifted_mask",), num_tokens=num_tokens)
+    return engine.train_batch(
+        batch,
+        _loss,
+        keys=("shifted_mask",),
+        num_tokens=num_tokens,
+        mask_key="shifted_mask",
+        per_token=True,
+    )
 
 
 def _loss(outputs: TokenOutputs) -> tuple[Tensor, dict[str, Tensor]]:

@@ -26,11 +26,10 @@ from megarl.actor.coordinator import DistRolloutCoordinator, open_rollout, total
 from megarl.actor.engine import MegatronEngine
 from megarl.actor.policy import PPOActor
 from megarl.actor.recover import Recovery
-from megarl.bridge.sender import WeightSender
+from megarl.actor.weight_push import make_sender, push_weights
 from megarl.config.load import load
 from megarl.config.run import BaseExperimentConfig, GRPOConfig
 from megarl.parallel import Mesh
-from megarl.rollout_head import RolloutHead
 from megarl.stats.report import RunReporter
 from megarl.stats.tracker import StatsTracker
 
@@ -54,9 +53,8 @@ def train(config: GRPOConfig, run_dir: Path, addresses: list[str], mesh: Mesh) -
         checkpoints = Checkpointer(config, run_dir, engine, steps_per_epoch)
         recovery = Recovery(config, run_dir, engine, steps_per_epoch)
         evaluations = Frequency(config.evaluator, steps_per_epoch)
-        sender = head.make_sender() if head else None
-        if sender is not None:
-            sender.connect()
+        sender = make_sender(config.weight_update, head, engine)
+        sender.connect()
 
         prompts = head.prompts if head else None
         first = recovery.restore(prompts, head)
@@ -82,7 +80,7 @@ def train(config: GRPOConfig, run_dir: Path, addresses: list[str], mesh: Mesh) -
                 stats.scalar(**actor.ppo_update(batch))
                 engine.step_lr_scheduler()
             with stats.record_timing("update_weights"):
-                push_weights(engine, head, sender, version=step)
+                stats.scalar(**push_weights(engine, head, sender, version=step))
             with stats.record_timing("save"):
                 checkpoints.after_step(step, last=step == steps)
             report.step(step, stats.export(mesh.cpu_group), pool_stats)
@@ -93,24 +91,7 @@ def train(config: GRPOConfig, run_dir: Path, addresses: list[str], mesh: Mesh) -
             with stats.record_timing("checkpoint_for_recover"):
                 recovery.after_step(step, prompts, head)
         recovery.finish()
-        if sender is not None:
-            sender.close()
-
-
-def push_weights(
-    engine: MegatronEngine, head: RolloutHead | None, sender: WeightSender | None, *, version: int
-) -> None:
-    """The engine's weights into every server, as `version`. Collective over the world."""
-    if head is not None and sender is not None:
-        head.engine.pause()
-        sender.push(engine.export, version)
-        head.engine.set_version(version)
-        head.engine.resume()
-    else:
-        for _ in engine.export:
-            raise AssertionError("only rank 0 is given tensors")
-    engine.version = version
-    dist.barrier(group=engine.mesh.cpu_group)
+        sender.close()
 
 
 @contextmanager

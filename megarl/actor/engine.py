@@ -8,7 +8,6 @@ is cut never changes the loss or the gradient.
 import logging
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,12 +23,12 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor, nn
 
 from megarl.actor import micro_batch as mb
 from megarl.actor.micro_batch import Batch, MicroBatch
+from megarl.actor.token_outputs import Loss, LossFn, TokenHead, TokenOutputs
 from megarl.config.schema import OptimizerConfig, TrainEngineConfig
 from megarl.errors import NonFiniteError
 from megarl.model.build import (
@@ -40,7 +39,7 @@ from megarl.model.build import (
     read_hf_config,
 )
 from megarl.model.weights import HFExport, load_hf
-from megarl.ops.logprob import token_logprob_entropy
+from megarl.ops.library import log_source
 from megarl.parallel import Mesh
 
 logger = logging.getLogger(__name__)
@@ -48,22 +47,7 @@ logger = logging.getLogger(__name__)
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-@dataclass(frozen=True)
-class TokenOutputs:
-    """What the last stage knows of one micro-batch, and the columns asked for. T real tokens."""
-
-    logp: Tensor
-    """[T] float32, of the label of each token."""
-    entropy: Tensor
-    """[T] float32."""
-    columns: Batch
-    cu_seqlens: Tensor
-    num_tokens: Tensor
-    """[] global normaliser of the loss."""
-
-
-LossFn = Callable[[TokenOutputs], tuple[Tensor, dict[str, Tensor]]]
-"""TokenOutputs -> (loss, metrics), all sums / num_tokens."""
+__all__ = ["LossFn", "MegatronEngine", "TokenOutputs"]
 
 
 class MegatronEngine:
@@ -76,6 +60,8 @@ class MegatronEngine:
     def __init__(self, config: TrainEngineConfig, mesh: Mesh, *, total_steps: int = 1) -> None:
         self.config, self.mesh = config, mesh
         self.version = 0
+        if mesh.rank == 0:
+            log_source(mesh.device)
         self.spec: ModelSpec = model_spec(
             read_hf_config(config.path),
             mesh,
@@ -88,6 +74,9 @@ class MegatronEngine:
         self.chunks = build_model(self.spec, mesh)
         if not config.init_from_scratch:
             load_hf(self.chunks, self.spec, mesh, config.path)
+        self.head = TokenHead(
+            config, self.spec, mesh, self.chunks[-1], trains=config.optimizer is not None
+        )
         self.export = HFExport(self.chunks, self.spec, mesh)
         self.modules: list[nn.Module] = list(self.chunks)
         if self.spec.transformer.bf16:
@@ -165,10 +154,7 @@ class MegatronEngine:
         micro_batches, outputs = self._evaluate(batch, self._collect)
         logp = torch.zeros(batch["input_ids"].shape, dtype=torch.float32)
         if self.mesh.is_last_stage:
-            values = []
-            for micro_batch, output in zip(micro_batches, outputs, strict=True):
-                output["logp"][micro_batch.cu_seqlens[1:] - 1] = 0.0
-                values.append(output["logp"])
+            values = [output["logp"] for output in outputs]
             logp = mb.unpack(micro_batches, values, batch["input_ids"])
         if self.mesh.parallel.pp > 1:
             on_device = logp.to(self.mesh.device)
@@ -199,7 +185,8 @@ class MegatronEngine:
             real = rows[micro_batch.places][:, : self.spec.vocab_size]
             return shard.new_zeros(()), shard.new_ones((), dtype=torch.int), {"logits": real}
 
-        micro_batches, outputs = self._evaluate(batch, whole)
+        with self.head.giving_logits():
+            micro_batches, outputs = self._evaluate(batch, whole)
         found: dict[int, Tensor] = {}
         for micro_batch, output in zip(micro_batches, outputs, strict=mesh.is_last_stage):
             sizes = micro_batch.cu_seqlens.diff().tolist()
@@ -224,6 +211,8 @@ class MegatronEngine:
         *,
         keys: tuple[str, ...],
         num_tokens: int,
+        mask_key: str | None = None,
+        per_token: bool = False,
     ) -> dict[str, float]:
         """One optimizer step.
 
@@ -232,13 +221,22 @@ class MegatronEngine:
           keys: [B, S] columns of the batch that `loss_fn` reads.
           num_tokens: tokens that count in this replica's batch; the normaliser is their sum
             over replicas.
+          mask_key: which of `keys` is 0 where `loss_fn` uses neither logp nor entropy: they are
+            not computed there but 0, as they always are at the last token of a sequence.
+          per_token: the loss is a sum of terms that depend on one token each, and metrics are
+            sums too. With `fused_linear_logprob` and cp 1 it is then called on consecutive
+            chunks of a micro-batch, which saves a quarter of the output layer's products;
+            `cu_seqlens` are then those of what a chunk has of each sequence.
 
         Returns:
           `loss`, `grad_norm`, `lr`, and loss_fn's metrics; the same on every rank.
 
         Raises:
           NonFiniteError: the loss or the gradient norm is; weights and optimizer are untouched.
+          ValueError: mask_key is not one of keys.
         """
+        if mask_key is not None and mask_key not in keys:
+            raise ValueError(f"mask_key {mask_key!r} is not one of keys {keys}")
         assert self.optimizer is not None, "this engine was built without an optimizer"
         total = torch.tensor([float(num_tokens)], dtype=torch.float64)
         dist.all_reduce(total, group=self.mesh.cpu_group)
@@ -251,7 +249,7 @@ class MegatronEngine:
             module.train()
             module.zero_grad_buffer()
         self.optimizer.zero_grad()
-        loss = partial(self._loss, loss_fn, normaliser)
+        loss = partial(self._loss, Loss(loss_fn, normaliser, mask_key, per_token))
         metrics = self._reduce(self._run(micro_batches, loss, forward_only=False))
         metrics["grad_norm"] = self._finite_step(metrics["loss"])
         metrics["lr"] = self.optimizer.param_groups[0]["lr"]
@@ -297,40 +295,16 @@ class MegatronEngine:
         )
         return outputs
 
-    def _logprobs(
-        self, micro_batch: MicroBatch, logits: Tensor, entropy: bool
-    ) -> tuple[Tensor, Tensor]:
-        logp, ent = token_logprob_entropy(
-            logits[0],
-            micro_batch.labels,
-            vocab_size=self.spec.vocab_size,
-            temperature=self.config.temperature,
-            tp_group=self.mesh.tp_group if self.mesh.parallel.tp > 1 else None,
-            with_entropy=entropy,
-        )
-        if self.mesh.parallel.cp > 1:
-            # Every cp rank computes the whole loss from all tokens, and the gradient of its own.
-            both = gather_from_sequence_parallel_region(
-                torch.stack([logp, ent], dim=1),
-                tensor_parallel_output_grad=False,
-                group=self.mesh.cp_group,
-            )
-            logp, ent = both.unbind(dim=1)
-        return logp[micro_batch.places], ent[micro_batch.places]
-
     def _collect(
-        self, micro_batch: MicroBatch, logits: Tensor
+        self, micro_batch: MicroBatch, output: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        logp, _ = self._logprobs(micro_batch, logits, entropy=False)
+        logp = self.head.logprobs(micro_batch, output)
         return logp.new_zeros(()), logp.new_ones((), dtype=torch.int), {"logp": logp}
 
     def _loss(
-        self, loss_fn: LossFn, normaliser: Tensor, micro_batch: MicroBatch, logits: Tensor
+        self, loss_fn: Loss, micro_batch: MicroBatch, output: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        logp, entropy = self._logprobs(micro_batch, logits, entropy=True)
-        loss, metrics = loss_fn(
-            TokenOutputs(logp, entropy, micro_batch.columns, micro_batch.cu_seqlens, normaliser)
-        )
+        loss, metrics = self.head.loss(loss_fn, micro_batch, output)
         # The schedule scales the loss in place, so what is logged is a copy.
         logged = {"loss": loss.detach().clone(), **metrics}
         return loss, loss.new_ones((), dtype=torch.int), logged

@@ -13,14 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.actor.engine import MegatronEngine, TokenOutputs
+from megarl.actor.engine import MegatronEngine
 from megarl.actor.micro_batch import Batch
+from megarl.actor.policy_loss import MASK, PolicyLoss
 from megarl.actor.scatter import MINIBATCH
-from megarl.algorithms.advantages import gae
-from megarl.algorithms.losses import Correction, policy_loss
-from megarl.algorithms.normalization import normalize
 from megarl.algorithms.rewards import shape_rewards, token_rewards
 from megarl.config.schema import NormConfig, PPOActorConfig
+from megarl.ops.advantages import cu_seqlens_of_rows, gae, normalize_packed
 from megarl.stats.tracker import StatsTracker
 from megarl.trajectory import select, sequence_lengths
 
@@ -32,7 +31,6 @@ _UPDATE_KEYS = {
     "behave_masked": "rs_filtered_fraction",
 }
 """Metrics of the loss that AReaL calls otherwise."""
-LOSS_KEYS = ("prox_logp", "behaviour_logp", "advantages", "shifted_mask")
 
 
 def shift(column: Tensor) -> Tensor:
@@ -60,8 +58,7 @@ class PPOActor:
         self.config, self.engine, self.mesh = config, engine, engine.mesh
         self.stats = stats
         self.max_response_tokens = max_response_tokens
-        correction = config.rejection_sampling
-        self.correction = Correction(**asdict(correction)) if correction else None
+        self.loss = PolicyLoss(config)
 
     def compute_logp(self, batch: Batch) -> Tensor:
         """Shifted logprobs [B, S] under the present weights."""
@@ -117,16 +114,19 @@ class PPOActor:
             mask_no_eos_with_zero=config.mask_no_eos_with_zero,
         )
         advantages, _ = gae(
-            kl_rewards,
-            torch.zeros_like(kl_rewards),
-            mask,
+            kl_rewards.flatten(),
+            torch.zeros_like(kl_rewards).flatten(),
+            mask.flatten(),
+            cu_seqlens_of_rows(mask),
             batch["no_eos"],
             gamma=config.discount,
             lam=config.gae_lambda,
         )
+        advantages = advantages.view_as(mask)
         if config.adv_norm:
-            groups = batch["group_ids"][:, None].expand_as(advantages)
-            advantages = self._normalize(advantages, mask, groups, num_groups, config.adv_norm)
+            advantages = self._normalize(
+                advantages, mask, batch["group_ids"], num_groups, config.adv_norm
+            )
         batch.update(
             shifted_mask=mask, behaviour_logp=behaviour, prox_logp=anchor, advantages=advantages
         )
@@ -139,46 +139,26 @@ class PPOActor:
         Raises:
           NonFiniteError: see MegatronEngine.train_batch.
         """
-        keys = LOSS_KEYS + (("ref_logp",) if self.config.kl_loss_coef else ())
         steps = []
         for i in range(self.config.ppo_n_minibatches):
             rows = (batch[MINIBATCH] == i).nonzero()[:, 0]
             minibatch = select(batch, rows)
             num_tokens = int(minibatch["shifted_mask"].sum())
             steps.append(
-                self.engine.train_batch(minibatch, self._loss, keys=keys, num_tokens=num_tokens)
+                self.engine.train_batch(
+                    minibatch,
+                    self.loss,
+                    keys=self.loss.keys,
+                    num_tokens=num_tokens,
+                    mask_key=MASK,
+                    per_token=self.loss.per_token,
+                )
             )
         means = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
         if self.stats is not None and self.mesh.rank == 0:
             with self.stats.scope("ppo_actor"), self.stats.scope("update"):
                 self.stats.scalar(**{_UPDATE_KEYS.get(name, name): x for name, x in means.items()})
         return means
-
-    def _loss(self, outputs: TokenOutputs) -> tuple[Tensor, dict[str, Tensor]]:
-        config, columns = self.config, outputs.columns
-        mask = columns["shifted_mask"]
-        result = policy_loss(
-            outputs.logp,
-            columns["prox_logp"],
-            columns["behaviour_logp"],
-            columns["advantages"],
-            mask,
-            outputs.cu_seqlens,
-            num_tokens=outputs.num_tokens,
-            eps_clip_low=config.eps_clip,
-            eps_clip_high=(
-                config.eps_clip if config.eps_clip_higher is None else config.eps_clip_higher
-            ),
-            c_clip=config.c_clip,
-            level=config.importance_sampling_level,
-            decoupled=config.use_decoupled_loss,
-            correction=self.correction,
-            ref_logp=columns.get("ref_logp"),
-            kl_coef=config.kl_loss_coef,
-            kl_estimator=config.kl_estimator,
-        )
-        entropy = torch.where(mask, outputs.entropy.detach(), 0.0).sum() / outputs.num_tokens
-        return result.loss, {**result.metrics, "entropy": entropy}
 
     def _record_batch(self, batch: Batch, rewards: Tensor, kl_rewards: Tensor) -> None:
         place = self.mesh.place
@@ -228,9 +208,17 @@ class PPOActor:
     def _normalize(
         self, x: Tensor, mask: Tensor, group_ids: Tensor, num_groups: int, norm: NormConfig
     ) -> Tensor:
-        return normalize(
-            x, mask, group_ids, num_groups, all_reduce=self._all_reduce, **asdict(norm)
+        """x and mask [B] or [B, S], group_ids [B]."""
+        made = normalize_packed(
+            x.flatten(),
+            mask.flatten(),
+            cu_seqlens_of_rows(x),
+            group_ids,
+            num_groups,
+            all_reduce=self._all_reduce,
+            **asdict(norm),
         )
+        return made.view_as(x)
 
     def _batch_stats(self, batch: Batch, mask: Tensor) -> dict[str, float]:
         head = self.engine.version

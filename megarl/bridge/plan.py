@@ -121,6 +121,10 @@ class Plan:
 
     # ------------------------------------------------------------------ bytes a push
 
+    def bytes_needed(self) -> int:
+        """Bytes of all tensors that are sent: with whole servers, what any push has to move."""
+        return sum(self.tensors[name].num_bytes for name in self.names)
+
     def bytes_out_of_sources(self) -> Ints:
         """[num_sources] that each trainer rank sends."""
         return _sums(self.table[:, 3], self.table[:, 6], self.num_sources)

@@ -232,9 +232,10 @@ class VLLMConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightUpdateConfig:
-    mode: Literal["broadcast", "disk"] = "broadcast"
-    """broadcast: trainer to every server worker over a process group (NCCL, or gloo on a
-    CPU). disk: safetensors that the servers reload."""
+    mode: Literal["sharded", "broadcast", "disk"] = "broadcast"
+    """sharded: from the ranks that hold a part to the workers that need it, each byte once, over
+    a process group (NCCL, or gloo on a CPU). broadcast: gathered on rank 0, from there to every
+    worker. disk: safetensors that the servers reload."""
     pause: Literal["keep", "abort"] = "keep"
     """What a request in flight does: keep waits and recomputes its KV cache with the new
     weights; abort returns the tokens so far and the client asks for the rest."""
@@ -336,9 +337,16 @@ class TrainEngineConfig:
     overlap_grad_reduce: bool = False
     temperature: float = 1.0
     """Logits are divided by it before the softmax; must equal the sampling temperature."""
+    fused_linear_logprob: bool = False
+    """Compute logprobs with the output layer, in chunks of tokens, so that the logits of a whole
+    micro-batch are never in memory. The backward pass then computes them again, unless the loss
+    is a sum over tokens and `parallel.cp` is 1."""
+    fused_linear_chunk_tokens: int = 2048
+    """Of `fused_linear_logprob`: tokens whose logits are in memory at one time. In bytes, times
+    vocabulary / tp and 2 (bfloat16) or 4 (float32)."""
 
     def __post_init__(self) -> None:
-        _above_zero(self, "temperature")
+        _above_zero(self, "temperature", "fused_linear_chunk_tokens")
         is_sgd = self.optimizer is not None and self.optimizer.type == "sgd"
         _require(
             not (is_sgd and self.use_distributed_optimizer),
@@ -404,6 +412,9 @@ class PPOActorConfig(ActorConfig):
     eps_clip: float = 0.2
     eps_clip_higher: float | None = None
     """Upper clip 1 + eps_clip_higher (DAPO); None is eps_clip."""
+    objective: Literal["ppo", "cispo"] = "ppo"
+    """cispo clips the weight of a token's gradient, so that no token loses it (arXiv:2506.13585);
+    with eps_clip: 1 the weight has no lower bound, and eps_clip_higher must be set."""
     c_clip: float | None = None
     """Dual clip: bound on the loss of a negative advantage, > 1; None is off."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
@@ -443,8 +454,17 @@ class PPOActorConfig(ActorConfig):
         for name in ("discount", "gae_lambda"):
             value = getattr(self, name)
             _require(0 <= value <= 1, f"{name}: must be in [0, 1], got {value}")
-        _require(0 <= self.eps_clip < 1, f"eps_clip: must be in [0, 1), got {self.eps_clip}")
+        is_cispo = self.objective == "cispo"
+        # At 1 the upper bound is another number, not the same one by default.
+        is_one = is_cispo and self.eps_clip == 1 and self.eps_clip_higher is not None
+        _require(
+            0 <= self.eps_clip < 1 or is_one, f"eps_clip: must be in [0, 1), got {self.eps_clip}"
+        )
         _require(self.c_clip is None or self.c_clip > 1, f"c_clip: must be > 1, got {self.c_clip}")
+        _require(
+            not is_cispo or (self.c_clip is None and self.importance_sampling_level == "token"),
+            "objective: cispo has no c_clip and needs importance_sampling_level: token",
+        )
         _require(
             not self.overlong_reward_penalty
             or (self.overlong_tokens is not None and self.overlong_penalty_factor is not None),

@@ -104,6 +104,16 @@ def test_a_killed_run_goes_on_with_the_same_numbers(tp2_run, tmp_path):
             assert row[key] == want[key], key
 
 
+def test_weights_can_go_from_shard_to_shard(tp2_run, tmp_path):
+    """The same run, whichever way the weights take; each byte once."""
+    run = Run("train", *SYNCHRONOUS, "weight_update.mode=sharded", root=tmp_path)
+    assert run.wait() == 0, run.text()
+    for row, want in zip(run.steps(), tp2_run.steps(), strict=True):
+        assert row["bridge/bytes_sent"] == row["bridge/bytes_optimal"] > 0
+        for key in ("reward", "loss", "grad_norm", "entropy", "num_tokens"):
+            assert row[key] == want[key], key
+
+
 ENDLESS = ["total_train_steps=1000", "valid_dataset=null", "train_dataset.batch_size=8"]
 
 
