@@ -1,0 +1,71 @@
+"""`benchmarks/kernels.py` on the CPU at small sizes: that it runs, and that it refuses."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+
+
+def python(*arguments):
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, cwd=FOLDER, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """What it printed, and its JSON."""
+    path = tmp_path_factory.mktemp("benchmarks") / "kernels.json"
+    result = python("kernels.py", "--quick", "--device", "cpu", "--json", str(path))
+    assert result.returncode == 0, result.stderr
+    return result.stdout, json.loads(path.read_text())
+
+
+def test_every_number_has_its_circumstances(measured):
+    printed, found = measured
+    environment = found["environment"]
+    for key in ("commit", "torch", "threads", "cpu", "load_before", "peers", "date"):
+        assert environment[key], key
+        assert f"{key}: {environment[key]}" in printed
+    assert environment["is_quick"]
+
+
+def test_ours_are_timed_and_checked(measured):
+    rows = [row for row in measured[1]["rows"] if row["name"].startswith("megarl")]
+    assert {row["section"].split()[0] for row in rows} >= {"forward:", "with", "linear"}
+    for row in rows:
+        assert row["error"] is not None
+        assert row["stats"]["p10"] <= row["stats"]["median"] <= row["stats"]["p90"]
+        assert row["speedup"] > 0
+
+
+def test_a_wrong_op_is_no_number(tmp_path):
+    """A logprob off by a thousandth."""
+    code = (
+        "import sys, kernels, logprob\n"
+        "right = logprob.token_logprob_entropy\n"
+        "def wrong(*arguments, **options):\n"
+        "    logp, entropy = right(*arguments, **options)\n"
+        "    return logp + 1e-3, entropy\n"
+        "logprob.token_logprob_entropy = wrong\n"
+        "sys.argv = ['kernels.py', '--quick', '--device', 'cpu', '--only', 'logprob']\n"
+        f"sys.argv += ['--json', {str(tmp_path / 'kernels.json')!r}]\n"
+        "sys.exit(kernels.main())\n"
+    )
+    result = python("-c", code)
+    assert result.returncode == 1
+    assert "FAILED logprob forward [64, 4001] float32: error 0.001" in result.stderr
+    assert result.stdout == ""
+    assert not os.listdir(tmp_path)
+
+
+def test_floors_are_bytes_over_bandwidth():
+    result = python("kernels.py", "--floors", "4000")
+    assert result.returncode == 0
+    # 8192 tokens x 151936 columns x 2 bytes / 4000 GB/s
+    assert " 0.622 / 1.867 / 1.245" in result.stdout
