@@ -92,7 +92,7 @@ def sections() -> dict[str, Callable[[Bench], None]]:
 
         return run
 
-    return {name: of(name) for name in ("logprob", "loss", "linear", "tokens")}
+    return {name: of(name) for name in ("logprob", "loss", "linear", "tokens", "pack")}
 
 
 def build_cuda() -> None:

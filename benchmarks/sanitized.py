@@ -11,9 +11,11 @@ import torch
 
 from megarl.ops import library
 from megarl.ops.advantages import gae, normalize_packed
+from megarl.ops.fp8 import quantize_fp8_blocks
 from megarl.ops.linear_logprob import linear_logprob_entropy
 from megarl.ops.logprob import pack_keep_mask, token_logprob_entropy
 from megarl.ops.logprob_loss import logprob_policy_loss
+from megarl.ops.pack import Box, PackTable
 from megarl.ops.policy_loss import policy_loss
 
 _CLIPS = {"eps_clip_low": 0.2, "eps_clip_high": 0.2}
@@ -21,7 +23,7 @@ _CLIPS = {"eps_clip_low": 0.2, "eps_clip_high": 0.2}
 
 def run(device: torch.device) -> int:
     """How many calls were made."""
-    return of_logits(device) + of_tokens(device) + of_hidden(device)
+    return of_logits(device) + of_tokens(device) + of_hidden(device) + of_weights(device)
 
 
 def of_logits(device: torch.device) -> int:
@@ -109,6 +111,38 @@ def of_hidden(device: torch.device) -> int:
     (logp + entropy).sum().backward()
     check(hidden)
     return 1
+
+
+def of_weights(device: torch.device) -> int:
+    calls = 0
+    bf16, fp32 = torch.bfloat16, torch.float32
+    # Accesses of 1 to 16 bytes: by where a box begins, and by how wide it is. A tile is 32 KB.
+    extents = [(0, 16), (1, 16), (2, 16), (4, 16), (8, 24), (0, 12), (0, 48), (5, 48)]
+    for dtype, in_bucket in ((torch.uint8, torch.uint8), (bf16, bf16), (fp32, bf16), (bf16, fp32)):
+        tensors = [torch.ones(n, 48, device=device).to(dtype) for n in (1, 3, 701)]
+        boxes = [
+            Box(x, columns=extent, dtype=in_bucket)
+            for x, extent in itertools.product(tensors, extents)
+        ]
+        boxes += [
+            Box(torch.ones(n, device=device).to(dtype), dtype=in_bucket) for n in (1, 37, 40003)
+        ]
+        # One table at a time that is unpacked: these boxes overlap in their tensors.
+        for some in (boxes, *([box] for box in boxes)):
+            table = PackTable(some)
+            bucket = torch.zeros(table.num_bytes, dtype=torch.uint8, device=device)
+            table.pack(bucket)
+            calls += 1
+            if len(some) == 1:
+                table.unpack(bucket)
+                calls += 1
+                assert (some[0].tensor == 1).all()
+    # By vectors, at the edge of blocks too, and by elements.
+    for shape, dtype in itertools.product(((1, 1), (130, 200), (129, 131)), (bf16, fp32)):
+        codes, scales = quantize_fp8_blocks(torch.randn(shape, device=device).to(dtype))
+        assert codes.float().isfinite().all() and scales.isfinite().all()
+        calls += 1
+    return calls
 
 
 def check(leaf: torch.Tensor) -> None:

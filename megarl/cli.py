@@ -1,4 +1,4 @@
-"""The `megarl` command: train, sft, launch, eval, verify, convert, doctor.
+"""The `megarl` command: train, sft, launch, eval, verify, plan, convert, doctor.
 
 A config that cannot run is one line on stderr and exit code 2, before any process starts.
 This module and what it imports leave torch alone: `megarl --help` answers at once.
@@ -76,6 +76,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 with_servers=not args.no_servers,
                 as_json=args.json,
             )
+        if command == "plan":
+            # Not above: it brings numpy and torch along.
+            from megarl.plan import plan
+
+            config = resolve(load(args.config, args.overrides))
+            return plan(config, link_gbit_s=args.link, as_json=args.json)
         return _doctor()
     except ConfigError as error:
         print(f"megarl: {error}", file=sys.stderr)
@@ -99,6 +105,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         "sft": "fine-tune a model on prompts and completions, on this machine",
         "eval": "score a model on the config's valid_dataset",
         "verify": "compare trainer, servers and transformers, number by number",
+        "plan": "print what a push of weights costs in this layout, on paper",
     }
     made = {}
     for name, text in texts.items():
@@ -130,6 +137,14 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     made["verify"].add_argument(
         "--no-servers", action="store_true", help="compare trainer and transformers only"
     )
+    made["plan"].add_argument(
+        "--link",
+        metavar="GBIT_S",
+        type=float,
+        default=400.0,
+        help="speed of each rank's network link, each way; default: 400",
+    )
+    made["plan"].add_argument("--json", action="store_true", help="print JSON, not a table")
     made["launch"] = _launch_parser(commands)
     made["convert"] = _convert_parser(commands)
     text = "print what this installation and this machine have"

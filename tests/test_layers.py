@@ -18,7 +18,7 @@ LAYERS = [  # low to high; a module imports its own layer and those on earlier l
     {"model", "bridge"},
     {"rollout_head"},
     {"actor"},
-    {"train", "sft", "evaluate", "convert", "verify"},
+    {"train", "sft", "evaluate", "convert", "verify", "plan"},
     {"api", "cli", "launch"},
 ]
 SIBLINGS = {"data", "algorithms", "rollout"}  # of one layer, but strangers to each other

@@ -8,8 +8,9 @@ from tiny_models import save_tiny_hf
 from tiny_server import LoopThread, generate, hf_logprobs, running_server
 
 from megarl import parallel as mesh_module
+from megarl.bridge.forecast import forecast
 from megarl.bridge.sharded import ShardedSender
-from megarl.config.schema import ParallelConfig
+from megarl.config.schema import ParallelConfig, RolloutParallelConfig
 from megarl.model.weights import LocalTensors
 from megarl.rollout.client import ServerClient
 
@@ -110,6 +111,16 @@ def test_servers_have_the_new_weights(ranks, tmp_path, family, tied, parallel, w
     assert sent == planned
     assert sum(sent) == sum(p.nbytes for p in model.parameters())
     assert rounds > 1
+    # What was forecast of a server is what a real one asked for.
+    expected = forecast(
+        model.config.to_dict(),
+        parallel,
+        world,
+        RolloutParallelConfig(dp=len(tps), tp=tps[0]),
+        itemsize=4,
+        bucket_bytes=1 << 16,
+    )
+    assert sum(into_workers) / len(into_workers) == expected.optimal_into_worker
     if tps == (1, 1):
         assert into_workers == [sum(sent)] * 2
     else:
