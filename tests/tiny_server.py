@@ -120,6 +120,7 @@ class RunningServer:
     address: str
     model_folder: Path
     log: Path
+    pid: int
 
 
 @contextmanager
@@ -154,7 +155,7 @@ def running_server(
         )
     try:
         asyncio.run(wait_healthy(address, START_TIMEOUT_S, lambda: _ending(process, log)))
-        yield RunningServer(f"http://{address}", model_folder, log)
+        yield RunningServer(f"http://{address}", model_folder, log, process.pid)
     finally:
         end_tree(process.pid)
         process.wait(REQUEST_TIMEOUT_S)

@@ -1,16 +1,18 @@
 """Real Megatron ranks into real vLLM workers, each byte once: the servers compute HF's numbers."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from test_engine import make_engine
 from tiny_models import save_tiny_hf
-from tiny_server import LoopThread, generate, hf_logprobs, running_server
+from tiny_server import LoopThread, end_tree, generate, hf_logprobs, running_server
 
 from megarl import parallel as mesh_module
+from megarl.bridge import sharded
 from megarl.bridge.forecast import forecast
-from megarl.bridge.sharded import ShardedSender
 from megarl.config.schema import ParallelConfig, RolloutParallelConfig
+from megarl.errors import WeightUpdateError
 from megarl.model.weights import LocalTensors
 from megarl.rollout.client import ServerClient
 
@@ -42,7 +44,7 @@ def push_twice(folder, parallel, addresses):
     try:
         if engine.mesh.rank == 0:
             loop = LoopThread([client_of(address) for address in addresses])
-        sender = ShardedSender(
+        sender = sharded.ShardedSender(
             loop,
             LocalTensors(engine.chunks, engine.spec, engine.mesh),
             cpu_group=engine.mesh.cpu_group,
@@ -67,6 +69,42 @@ def push_twice(folder, parallel, addresses):
         mesh_module.destroy()
 
 
+def push_into_a_dying_server(folder, parallel, addresses, pid):
+    """The error of this rank, and seconds until it came; the server dies as sending begins."""
+    engine = make_engine(folder, parallel)
+    loop = None
+    send_all = sharded.send_all
+
+    def kill_and_send(*args):
+        if engine.mesh.rank == 0:
+            end_tree(pid)
+        return send_all(*args)
+
+    try:
+        if engine.mesh.rank == 0:
+            loop = LoopThread([client_of(address) for address in addresses])
+        sender = sharded.ShardedSender(
+            loop,
+            LocalTensors(engine.chunks, engine.spec, engine.mesh),
+            cpu_group=engine.mesh.cpu_group,
+            bucket_bytes=1 << 16,
+            pause="keep",
+            timeout_s=20.0,
+            device="cpu",
+        )
+        sender.connect()
+        sharded.send_all = kill_and_send
+        started = time.monotonic()
+        with pytest.raises(WeightUpdateError) as caught:
+            sender.push([], 3)
+        return str(caught.value), time.monotonic() - started
+    finally:
+        sharded.send_all = send_all
+        if loop is not None:
+            loop.close()
+        mesh_module.destroy()
+
+
 def check_logprobs(address, model):
     """The server's logprobs of what it samples, against transformers'."""
     prompt = list(range(3, 20))
@@ -78,6 +116,15 @@ def check_logprobs(address, model):
     want = hf_logprobs(model, prompt, chunk.tokens)
     assert max(abs(a - b) for a, b in zip(chunk.logprobs, want, strict=True)) < TOLERANCE
     assert set(chunk.versions) == {2}
+
+
+def check_a_death(group, folder, parallel, running):
+    """Of the second of two servers, in the middle of a push: every rank hears of it, and soon."""
+    addresses = [server.address for server in running]
+    results = group.run(push_into_a_dying_server, folder, parallel, addresses, running[1].pid)
+    for text, seconds in results:
+        assert "trainer ranks asked to send weights" in text
+        assert seconds < 200  # some limits of 20 and 40 s one after the other, not for ever
 
 
 @pytest.mark.parametrize(
@@ -103,6 +150,8 @@ def test_servers_have_the_new_weights(ranks, tmp_path, family, tied, parallel, w
             results = ranks(world).run(push_twice, folder, parallel, addresses)
             for address in addresses:
                 check_logprobs(address, model)
+            if tps == (1, 1):
+                check_a_death(ranks(world), folder, parallel, running)
         finally:
             list(pool.map(lambda server: server.__exit__(None, None, None), servers))
     sent = [result[0] for result in results]

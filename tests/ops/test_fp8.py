@@ -88,11 +88,12 @@ def test_numbers_between_two_codes(backend, device):
     assert (scales == 1).all()
 
 
-def test_quotients_near_a_tie(backend, device):
+@pytest.mark.parametrize("exponent", [0, -71, -73, -95, -115, 100])
+def test_quotients_near_a_tie(backend, device, exponent):
     """A scale with all bits of its mantissa: x * (1 / scale) would give other codes for some."""
     ties = torch.tensor([1.0625, 1.1875, 3.375, 17.0, 2.0**-10, 9 * 2.0**-7])
     blocks, by_inverse = [], 0
-    for amax in torch.linspace(1.0, 2.0, 40).tolist():
+    for amax in (2.0**exponent * torch.linspace(1, 2, 200)).tolist():
         scale = torch.tensor(amax) / 448
         x = (ties * scale).repeat(21)
         x = torch.stack([x, x.nextafter(torch.zeros(())), x.nextafter(torch.ones(()))])
@@ -124,8 +125,9 @@ def test_zeros_nan_and_inf(backend, device):
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_rows_apart_and_odd_starts(backend, device, dtype):
-    whole = random((200, 300), dtype).to(device)
-    for view in (whole[3:, 8:264], whole[:, 1:], whole[::2], whole[:1], whole.t()[:1, :0]):
+    odd, even = random((200, 301), dtype).to(device), random((200, 304), dtype).to(device)
+    views = [odd[:, :296], odd[:, 1:], even[3:, 8:264], even[:, 1:297], even[::2], even[:1]]
+    for view in [*views, even.t()[:1, :0]]:
         codes, scales = quantize_fp8_blocks(view)
         want_codes, want_scales = exact(view.cpu())
         assert torch.equal(codes.cpu().view(torch.uint8), want_codes.view(torch.uint8))

@@ -175,7 +175,7 @@ def test_many_tiles_of_every_unit(backend, device, dtype, bucket_dtype, size_of_
     base = random_base((rows + 400) * width + 64, dtype).to(device)
     align = -base.data_ptr() % 16 // dtype.itemsize + start
     view = base[align:].as_strided((rows, columns), (width, 1))
-    # An odd number of units a row, so that no larger ones fit.
+    # Odd numbers of units a row, so that no larger ones fit.
     source = view[:, : columns // size_of_unit // 2 * 2 * size_of_unit - size_of_unit]
     source = source if rows > 1 else view
     table = PackTable([Box(source, dtype=bucket_dtype)])
@@ -186,10 +186,9 @@ def test_many_tiles_of_every_unit(backend, device, dtype, bucket_dtype, size_of_
     want = source.cpu().to(bucket_dtype)
     is_cast = dtype != bucket_dtype
     assert_same(slot(bucket.cpu(), 0, want, bucket_dtype), want, is_cast)
-    before = base.cpu()
     base.view(torch.uint8).zero_()
     table.unpack(bucket)
-    after = torch.zeros_like(before)
+    after = torch.zeros_like(base, device="cpu")
     sent = slot(bucket.cpu(), 0, want, bucket_dtype).to(dtype)
     now = after.as_strided(source.shape, source.stride(), source.storage_offset())
     now.copy_(sent)
@@ -231,13 +230,14 @@ def test_rows_and_columns_of_a_tensor(backend, device):
 
 def test_a_part_of_a_bucket(backend, device):
     """Some boxes at places of the sender's; the order of the list is free."""
-    values = torch.arange(40, dtype=torch.uint8, device=device)
-    sender = PackTable([Box(values[:10]), Box(values[10:20]), Box(values[20:])])
-    assert sender.offsets == (0, 16, 32)
+    values = random_bytes(300_000).to(device)
+    sender = PackTable([Box(values[:10]), Box(values[10:90_000]), Box(values[90_000:])])
+    assert sender.offsets == (0, 16, 16 + 90_000)
     bucket = empty_bucket(sender.num_bytes, device)
     sender.pack(bucket)
-    mine = torch.zeros(30, dtype=torch.uint8, device=device)
-    PackTable([Box(mine[10:]), Box(mine[:10])], offsets=[32, 16]).unpack(bucket)
+    mine = torch.zeros(299_990, dtype=torch.uint8, device=device)
+    table = PackTable([Box(mine[89_990:]), Box(mine[:89_990])], offsets=[90_016, 16])
+    table.unpack(bucket)
     assert torch.equal(mine, values[10:])
 
 
@@ -290,9 +290,8 @@ def test_no_access_outside_of_the_buffers(emulated, at, shape, dtype, bucket_dty
         table.pack(bucket)
         table.unpack(bucket)
     want = base[:, :columns].to(bucket_dtype)
-    is_cast = dtype != bucket_dtype
-    assert_same(slot(bucket, 0, want, bucket_dtype), want, is_cast)
-    assert_same(target, want.to(dtype), is_cast)
+    assert_same(slot(bucket, 0, want, bucket_dtype), want, dtype != bucket_dtype)
+    assert_same(target, want.to(dtype), dtype != bucket_dtype)
 
 
 def test_no_boxes(backend, device):
