@@ -4,8 +4,9 @@
     python benchmarks/kernels.py --floors GBS      bytes over bandwidth, without a GPU
 
 On a GPU it first builds _cuda.so for that GPU and runs compute-sanitizer, if there is one. Every
-op is compared with float64 in the same run before it is timed. One that is wrong is exit code 1
-and no number. `--quick` is for small sizes: it shows that this file works, its times mean nothing.
+op is compared with float64, or bit by bit with torch, in the same run before it is timed. One that
+is wrong is exit code 1 and no number. `--quick` is for small sizes: it shows that this file
+works, its times mean nothing.
 """
 
 import argparse

@@ -101,7 +101,7 @@ def run(bench: Bench) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         _quantize(bench, f"1 matrix {list(matrix)}", [matrix], dtype)
     layers = [
-        (tuple(part.sliced(torch.empty(part.shape, device="meta")).shape))
+        tuple(part.sliced(torch.empty(part.shape, device="meta")).shape)
         for part in _parameters(model)
         if len(part.shape) == 2 and model.vocabulary not in part.shape
     ]
@@ -110,7 +110,8 @@ def run(bench: Bench) -> None:
 
 def _copy(bench: Bench, num_bytes: int) -> Variant:
     """A copy that reads and writes `num_bytes` together."""
-    source, to = torch.zeros(2, num_bytes // 2, dtype=torch.uint8, device=bench.device)
+    # Not zeros: on a CPU they would be one page, read from a cache.
+    source, to = torch.ones(2, num_bytes // 2, dtype=torch.uint8, device=bench.device)
     return Variant("copy_ of as many bytes", lambda: to.copy_(source))
 
 

@@ -47,7 +47,8 @@ class Variant:
     prepare: Callable[[], object] = lambda: None
     """Before each run of `body`, not timed."""
     measure: Callable[[object], float] | None = None
-    """Result of `body` -> its largest difference from float64; ours raise CheckFailed there."""
+    """Result of `body` -> its largest difference from float64, or how many elements have not the
+    bits that they must have; ours raise CheckFailed there."""
     is_ours: bool = False
     note: str = ""
 

@@ -37,29 +37,77 @@ def test_every_number_has_its_circumstances(measured):
 
 def test_ours_are_timed_and_checked(measured):
     rows = [row for row in measured[1]["rows"] if row["name"].startswith("megarl")]
-    assert {row["section"].split()[0] for row in rows} >= {"forward:", "with", "linear"}
+    assert {row["section"].split()[0] for row in rows} >= {
+        *("forward:", "with", "linear", "pack", "unpack", "fp8")
+    }
     for row in rows:
         assert row["error"] is not None
         assert row["stats"]["p10"] <= row["stats"]["median"] <= row["stats"]["p90"]
         assert row["speedup"] > 0
 
 
-def test_a_wrong_op_is_no_number(tmp_path):
-    """A logprob off by a thousandth."""
+WRONG = {
+    "a logprob off by a thousandth": (
+        "logprob",
+        """
+right = logprob.token_logprob_entropy
+def wrong(*arguments, **options):
+    logp, entropy = right(*arguments, **options)
+    return logp + 1e-3, entropy
+logprob.token_logprob_entropy = wrong
+""",
+        "FAILED logprob forward [64, 4001] float32: error 0.001",
+    ),
+    "one bit of one element packed": (
+        "pack",
+        """
+right = pack.PackTable.pack
+def wrong(self, bucket):
+    right(self, bucket)
+    bucket[-2] ^= 1
+pack.PackTable.pack = wrong
+""",
+        "FAILED pack 25 boxes, 0.5 M elements, bfloat16 and bfloat16: error 1,",
+    ),
+    "one element unpacked outside of its box": (
+        "pack",
+        """
+right = pack.PackTable.unpack
+def wrong(self, bucket):
+    right(self, bucket)
+    self._owners[-1][1][0, 0] = 1
+pack.PackTable.unpack = wrong
+""",
+        "FAILED unpack 25 boxes, 0.5 M elements, bfloat16 and bfloat16: error 1,",
+    ),
+    "one code and one scale off by one bit": (
+        "pack",
+        """
+import torch
+right = pack.quantize_fp8_blocks
+def wrong(x):
+    codes, scales = right(x)
+    codes.view(torch.uint8)[-1, -1] ^= 1
+    scales.view(torch.int32)[-1, -1] ^= 1
+    return codes, scales
+pack.quantize_fp8_blocks = wrong
+""",
+        "FAILED fp8 blocks 1 matrix [300, 264], bfloat16: error 2,",
+    ),
+}
+
+
+@pytest.mark.parametrize(("section", "damage", "said"), WRONG.values(), ids=WRONG)
+def test_a_wrong_op_is_no_number(tmp_path, section, damage, said):
     code = (
-        "import sys, kernels, logprob\n"
-        "right = logprob.token_logprob_entropy\n"
-        "def wrong(*arguments, **options):\n"
-        "    logp, entropy = right(*arguments, **options)\n"
-        "    return logp + 1e-3, entropy\n"
-        "logprob.token_logprob_entropy = wrong\n"
-        "sys.argv = ['kernels.py', '--quick', '--device', 'cpu', '--only', 'logprob']\n"
+        f"import sys, kernels, {section}\n{damage}\n"
+        f"sys.argv = ['kernels.py', '--quick', '--device', 'cpu', '--only', '{section}']\n"
         f"sys.argv += ['--json', {str(tmp_path / 'kernels.json')!r}]\n"
         "sys.exit(kernels.main())\n"
     )
     result = python("-c", code)
     assert result.returncode == 1
-    assert "FAILED logprob forward [64, 4001] float32: error 0.001" in result.stderr
+    assert said in result.stderr
     assert result.stdout == ""
     assert not os.listdir(tmp_path)
 

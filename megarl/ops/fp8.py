@@ -61,7 +61,8 @@ def _quantize(x: Tensor, codes: Tensor, scales: Tensor) -> None:
         padding = (0, across * FP8_BLOCK - width, 0, down * FP8_BLOCK - part.shape[0])
         blocks = torch.nn.functional.pad(part, padding).view(down, FP8_BLOCK, across, FP8_BLOCK)
         amax = blocks.abs().amax(dim=(1, 3))
-        scale = amax.clamp_min(FP8_LEAST_AMAX) / FP8_MAX
+        # By a tensor: on CUDA torch divides by a number with its rounded inverse.
+        scale = amax.clamp_min(FP8_LEAST_AMAX) / torch.tensor(FP8_MAX, device=amax.device)
         scales[first : first + step] = scale
         made = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn).view(torch.uint8)
         made = made.view(down * FP8_BLOCK, across * FP8_BLOCK)
