@@ -26,7 +26,12 @@ COMMAND = [
 def numbers(run):
     """All that a run reports but times."""
     return [
-        {key: x for key, x in row.items() if not key.startswith("timeperf/")} for row in run.rows()
+        {
+            key: x
+            for key, x in row.items()
+            if not key.startswith("timeperf/") and not key.endswith("_s")
+        }
+        for row in run.rows()
     ]
 
 
