@@ -103,7 +103,8 @@ def test_a_damaged_message_is_named(monkeypatch):
 
 def test_a_rank_that_does_not_take_part_is_named():
     with ThreadPoolExecutor(2) as pool:
-        groups = open_threads(pool, 2, timeout_s=1.0)
+        groups = open_threads(pool, 2)
+        groups[1].timeout_s = 1.0
         tensors, trainer, workers, sizes = two_ranks_and_a_tensor()
         plan = make_plan(tensors, trainer, workers, **sizes)
         mine = Plan.from_bytes(plan.part_of_worker(0))
