@@ -29,6 +29,7 @@ from megarl.actor.meta import FinetuneSpec, ParallelStrategy, SaveLoadMeta, Weig
 from megarl.actor.micro_batch import Batch
 from megarl.actor.policy import PPOActor
 from megarl.actor.state import StateWriter, latest_state, load_state
+from megarl.actor.weight_push import ExportOnly
 from megarl.bridge.disk import DiskSender
 from megarl.bridge.sender import BroadcastSender, WeightSender
 from megarl.config.schema import PPOActorConfig, TrainEngineConfig
@@ -197,8 +198,7 @@ class MegatronPPOActor:
         if self._sender is not None:
             self._sender.close()
         self._sender, self._sends_as = self._make_sender(engine, meta), meta
-        if self._sender is not None:
-            self._sender.connect()
+        self._sender.connect()
         self._push(self.engine.version)
 
     def update_weights(self, meta: WeightUpdateMeta) -> None:
@@ -219,19 +219,15 @@ class MegatronPPOActor:
         self._push(self.engine.version + 1 if meta.version is None else meta.version)
 
     def _push(self, version: int) -> None:
-        if self._sender is not None:
-            self._sender.push(self.engine.export, version)
-            _made(self._rollout, "connect_engine").on_pushed(version)
-        else:
-            for _ in self.engine.export:
-                raise AssertionError("only rank 0 is given tensors")
+        sender, rollout = self._sender, _made(self._rollout, "connect_engine")
+        _made(sender, "connect_engine").push(self.engine.export, version)
+        if rollout.is_head:
+            rollout.on_pushed(version)
         dist.barrier(group=self.cpu_group)
 
-    def _make_sender(
-        self, rollout: RemoteVLLMEngine, meta: WeightUpdateMeta
-    ) -> WeightSender | None:
+    def _make_sender(self, rollout: RemoteVLLMEngine, meta: WeightUpdateMeta) -> WeightSender:
         if not rollout.is_head:
-            return None
+            return ExportOnly()
         if meta.type == "disk":
             assert meta.path is not None, "WeightUpdateMeta requires it"
             folder = Path(meta.path)

@@ -72,8 +72,11 @@ class Plan:
 
     def of_worker(self, rank: int) -> Iterator[Transfer]:
         """What worker `rank` receives, from the trainer or from another worker."""
+        return self._transfers(self._rows_of_worker(rank))
+
+    def _rows_of_worker(self, rank: int) -> Ints:
         concerned = np.array([rank in needs for needs in self.needs], dtype=bool)
-        return self._transfers(self.table[concerned[self.table[:, 5]]])
+        return self.table[concerned[self.table[:, 5]]]
 
     def _transfers(self, rows: Ints) -> Iterator[Transfer]:
         for when, name, box, source, entry, needs, num_bytes in rows.tolist():
@@ -86,8 +89,7 @@ class Plan:
 
     def part_of_worker(self, rank: int) -> bytes:
         """What `from_bytes` makes a plan of, which has the rows of `of_worker` alone."""
-        concerned = np.array([rank in needs for needs in self.needs], dtype=bool)
-        table = self.table[concerned[self.table[:, 5]]].copy()
+        table = self._rows_of_worker(rank)
         kept = {}
         for column, items in ((1, self.names), (2, self.boxes), (5, self.needs)):
             used, table[:, column] = np.unique(table[:, column], return_inverse=True)

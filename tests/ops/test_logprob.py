@@ -91,9 +91,8 @@ def test_gradient(backend, device, dtype, scale, in_place):
     (weights[0].to(device) * logp + weights[1].to(device) * entropy).sum().backward()
     want_logp, want_entropy, want = exact(logits, labels, temperature)
     (weights[0].double() * want_logp + weights[1].double() * want_entropy).sum().backward()
-    # The entropy's gradient has a factor log p + H, up to the spread of the logits in nats.
-    spread = 1 + (logits.float() / temperature[:, None]).abs().max().item()
-    assert_gradient(leaf.grad, want.grad, weight=spread * 10)
+    # A factor 1 / temperature is at most 10, weights are at most 3.
+    assert_gradient(leaf.grad, want.grad, weight=30)
     assert in_place == torch.equal(mine, leaf.grad)
 
 
@@ -223,7 +222,7 @@ def test_no_access_outside_of_the_buffers(emulated, dtype, at, width):
     logits, labels = make(3, width, dtype=dtype)
     keep = pack_keep_mask(torch.ones(3, width, dtype=torch.bool))
     shard = [guarded(x, at) for x in (logits, labels, torch.ones(1), torch.ones(3).bool(), keep)]
-    parts, out, log_z = (guarded(torch.empty(3, n), at) for n in (4, 2, 2))
+    parts, log_z = (guarded(torch.empty(3, n), at) for n in (4, 2))
     op("logprob_stats")(*shard, 0, width, True, parts)
     logp, entropy = (guarded(torch.empty(3), at) for _ in range(2))
     op("logprob_combine")(parts.view(1, 3, 4), None, True, logp, entropy, log_z)
@@ -231,7 +230,6 @@ def test_no_access_outside_of_the_buffers(emulated, dtype, at, width):
     op("logprob_grad")(*shard, 0, width, log_z, entropy, logp, entropy, grad)
     want, _, _ = exact(logits, labels)
     assert (logp - want).abs().max() <= 1e-5
-    assert out.shape == (3, 2)
 
 
 @pytest.mark.parametrize(
