@@ -7,11 +7,12 @@ import transformers as tr
 
 VOCAB, HIDDEN, LAYERS = 96, 32, 4
 
-_FAMILIES = {
+FAMILIES = {
     "llama": (tr.LlamaConfig, tr.LlamaForCausalLM),
     "qwen2": (tr.Qwen2Config, tr.Qwen2ForCausalLM),
     "qwen3": (tr.Qwen3Config, tr.Qwen3ForCausalLM),
     "qwen3_moe": (tr.Qwen3MoeConfig, tr.Qwen3MoeForCausalLM),
+    "deepseek_v3": (tr.DeepseekV3Config, tr.DeepseekV3ForCausalLM),
 }
 _EXPERTS = {
     "num_experts": 4,
@@ -19,17 +20,42 @@ _EXPERTS = {
     "moe_intermediate_size": 24,
     "norm_topk_prob": True,
 }
+_DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 12,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 0,
+    # Not read by transformers; vLLM chooses experts by softmax, without the bias, if they lack.
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    # Lengths from 16 on are rotated by interpolated angles.
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 16,
+        "beta_fast": 4.0,
+        "beta_slow": 1.0,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.3,
+    },
+}
 
 
-def tiny_hf(
-    family: str, *, tied: bool, seed: int = 0, vocab: int = VOCAB, **options
-) -> torch.nn.Module:
-    """A float32 model whose norms and biases are not their trivial initial values.
-
-    Args:
-      options: of the family's config.
-    """
-    config_class, model_class = _FAMILIES[family]
+def tiny_config(family: str, *, tied: bool, vocab: int = VOCAB, **options) -> tr.PreTrainedConfig:
+    """Of a model of some 50,000 parameters; `options` are of the family's config."""
     sizes = {
         "vocab_size": vocab,
         "hidden_size": HIDDEN,
@@ -40,19 +66,35 @@ def tiny_hf(
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": 128,
         "initializer_range": 0.1,
-        **({} if family == "qwen2" else {"head_dim": 16}),
+        **({} if family in ("qwen2", "deepseek_v3") else {"head_dim": 16}),
         **(_EXPERTS if family == "qwen3_moe" else {}),
+        **(_DEEPSEEK if family == "deepseek_v3" else {}),
         **options,
     }
-    config = config_class(tie_word_embeddings=tied, attn_implementation="eager", **sizes)
+    config_class = FAMILIES[family][0]
+    return config_class(tie_word_embeddings=tied, attn_implementation="eager", **sizes)
+
+
+def tiny_hf(
+    family: str, *, tied: bool, seed: int = 0, vocab: int = VOCAB, **options
+) -> torch.nn.Module:
+    """A float32 model whose norms and biases are not their trivial initial values.
+
+    Args:
+      options: of the family's config.
+    """
+    config = tiny_config(family, tied=tied, vocab=vocab, **options)
     torch.manual_seed(seed)
-    model = model_class(config).float().eval()
+    model = FAMILIES[family][1](config).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
                 parameter.add_(0.1 * torch.randn_like(parameter))
             elif "experts" in name or "mlp.gate" in name:
                 parameter.normal_(std=0.1)  # transformers leaves fused experts uninitialised
+        for name, buffer in model.named_buffers():
+            if "e_score_correction_bias" in name:
+                buffer.normal_(std=0.1)  # of the size of the scores' differences
     return model
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from megarl.bridge.boxes import Box, Boxes, Held, Holders, Layout, Tensor2D, tensor_2d
 from megarl.config.schema import ParallelConfig
 from megarl.model import families
-from megarl.model.layout import Rule, Sizes, pieces
+from megarl.model.layout import Rule, Sizes, chunk_of_layer, pieces
 
 
 class Model(NamedTuple):
@@ -22,25 +22,46 @@ class Model(NamedTuple):
 
 
 def hf_tensors(hf_config: dict[str, Any], itemsize: int) -> dict[str, Tensor2D]:
-    """Name -> size of every tensor of a checkpoint."""
+    """Name -> size of every tensor of a checkpoint.
+
+    Args:
+      itemsize: bytes an element of what has the model's dtype.
+    """
     return {
-        name: tensor_2d(shape, itemsize) for name, shape in families.hf_shapes(hf_config).items()
+        name: tensor_2d(shape, 4 if families.stored_dtype(name, "") == "float32" else itemsize)
+        for name, shape in families.hf_shapes(hf_config).items()
     }
 
 
 def stage_of_layer(layer: int, num_layers: int, parallel: ParallelConfig) -> int:
     """Pipeline stage of a layer; with virtual stages they go round, as Megatron's do."""
     chunks = parallel.pp * (parallel.vpp or 1)
-    return layer * chunks // num_layers % parallel.pp
+    return chunk_of_layer(layer, num_layers, chunks) % parallel.pp
 
 
 def trainer_layout(hf_config: dict[str, Any], parallel: ParallelConfig, world_size: int) -> Layout:
     """Which ranks of the trainer hold which boxes of which HF tensors.
 
     Raises:
-      ValueError: a tensor does not divide by tp, or expert tp.
+      ValueError: heads or a tensor do not divide by tp or expert tp, or experts by ep; or there
+        are fewer layers than model chunks.
     """
+    _check_divides(hf_config, parallel)
     return _TrainerLayout(hf_config, parallel, world_size).layout()
+
+
+def _check_divides(c: dict[str, Any], parallel: ParallelConfig) -> None:
+    heads, experts, layers = (
+        c["num_attention_heads"],
+        families.num_experts(c),
+        c["num_hidden_layers"],
+    )
+    if heads % parallel.tp:
+        raise ValueError(f"num_attention_heads: {heads} do not divide by tp {parallel.tp}")
+    if experts % parallel.ep:
+        raise ValueError(f"{experts} experts do not divide by ep {parallel.ep}")
+    if layers < parallel.pp * (parallel.vpp or 1):
+        raise ValueError(f"{layers} layers are fewer than pp {parallel.pp} * vpp {parallel.vpp}")
 
 
 class _TrainerLayout:
@@ -134,19 +155,25 @@ def _box_of(shape: Sequence[int], dim: int, start: int, stop: int) -> Box:
 
 
 def workers_layout(needs: Sequence[Mapping[str, Iterable[Box]]]) -> Layout:
-    """What all workers need together: `needs[rank]` are the boxes of each tensor."""
-    holders: dict[str, dict[Box, list[int]]] = {}
+    """What all workers need together: `needs[rank]` are the boxes of each tensor.
+
+    Ranks that need the same share one object, which is read once.
+    """
+    ranks_of: dict[int, list[int]] = {}
     for rank, tensors in enumerate(needs):
-        for name, boxes in tensors.items():
+        ranks_of.setdefault(id(tensors), []).append(rank)
+    holders: dict[str, dict[Box, list[int]]] = {}
+    for ranks_with in ranks_of.values():
+        for name, boxes in needs[ranks_with[0]].items():
             of_tensor = holders.setdefault(name, {})
             for box in boxes:
-                of_tensor.setdefault(box, []).append(rank)
+                of_tensor.setdefault(box, []).extend(ranks_with)
     # One object for what is the same: the planner works each out once.
     known: dict[Any, Any] = {}
     layout = {}
     for name, of_tensor in holders.items():
         ordered = sorted(of_tensor)
         boxes = tuple(ordered)
-        ranks = tuple(tuple(of_tensor[box]) for box in ordered)
+        ranks = tuple(tuple(sorted(of_tensor[box])) for box in ordered)
         layout[name] = Held(known.setdefault(boxes, boxes), known.setdefault((ranks,), ranks))
     return layout

@@ -3,8 +3,8 @@
 A pure function of two layouts: the trainer's, and that of all workers of all servers together.
 
     source     each byte leaves the trainer once, from the holder with the least to send
-    entry      it enters the servers at one of the workers that need it, the one that was
-               given least
+    entry      it enters the servers at one of the workers that need it, the one with the least
+               to pass on
     exchange   that worker passes it to the others that need it: replicas, and whoever holds
                the same part of a tensor
     round      transfers of one round are in memory together: at most `bucket_bytes` out of
@@ -168,26 +168,36 @@ class _Cell(NamedTuple):
     elements: int
 
 
+_LEAST_BYTES = 1 << 16
+"""Of a piece that is cut for the load's sake: smaller ones cost more than they weigh."""
+
+
 class _Cutter:
     """Cuts tensors into cells, once for all that are cut and held alike."""
 
-    def __init__(self) -> None:
+    def __init__(self, passed_bytes: int) -> None:
+        self._passed_bytes = passed_bytes
+        """Most that one piece makes its entry pass on, in all; pieces of 64 KiB may."""
         self.boxes: list[Box] = []
         self.needs: list[tuple[int, ...]] = []
         self._box_index: dict[Box, int] = {}
         self._needs_index: dict[tuple[int, ...], int] = {}
-        self._cells: dict[tuple[Boxes, int, int, int], list[_Cell]] = {}
+        self._cells: dict[tuple[Boxes, int, int, int, int], list[_Cell]] = {}
 
-    def cells(self, sources: Boxes, target: Held, most_elements: int) -> list[_Cell]:
+    def cells(self, sources: Boxes, target: Held, piece_bytes: int, itemsize: int) -> list[_Cell]:
         # A layout keeps what is the same as one object, and longer than this one lives.
-        key = (sources, id(target.boxes), id(target.holders), most_elements)
+        key = (sources, id(target.boxes), id(target.holders), piece_bytes, itemsize)
         if key not in self._cells:
-            self._cells[key] = list(self._cut(sources, target, most_elements))
+            self._cells[key] = list(self._cut(sources, target, piece_bytes, itemsize))
         return self._cells[key]
 
-    def _cut(self, sources: Boxes, target: Held, most_elements: int) -> Iterator[_Cell]:
+    def _cut(
+        self, sources: Boxes, target: Held, piece_bytes: int, itemsize: int
+    ) -> Iterator[_Cell]:
         for lies_in, box in _atoms(target.boxes):
             needs = tuple(sorted({rank for i in lies_in for rank in target.holders[i]}))
+            fair = self._passed_bytes // max(1, len(needs) - 1)
+            most_elements = max(1, min(piece_bytes, max(_LEAST_BYTES, fair)) // itemsize)
             covered = 0
             for i, source in enumerate(sources):
                 common = box.meet(source)
@@ -259,7 +269,8 @@ def make_plan(
       workers: where they are needed, by all servers together; ranks in [0, num_workers).
       bucket_bytes: most bytes out of a trainer rank, and into a worker, in one round.
       piece_bytes: larger boxes are cut, so that the load can be spread; None is a fraction of
-        what a rank sends, and at least 64 KiB.
+        what a rank sends, and at least 64 KiB. What many workers need is cut smaller still, so
+        that no piece is much of what an entry passes on.
 
     Raises:
       ValueError: something is needed that no trainer rank holds.
@@ -269,10 +280,13 @@ def make_plan(
         raise ValueError(f"needed by servers, unknown to the trainer: {sorted(missing)[:5]}")
     total = sum(tensors[name].num_bytes for name in names)
     if piece_bytes is None:
-        piece_bytes = max(1 << 16, min(bucket_bytes // 4, total // (32 * num_sources)))
+        piece_bytes = max(_LEAST_BYTES, min(bucket_bytes // 4, total // (32 * num_sources)))
     piece_bytes = min(piece_bytes, bucket_bytes)
-    cutter = _Cutter()
-    load_out, load_in = [0] * num_sources, [0] * num_workers
+    cutter = _Cutter(_passed_on(tensors, workers) // (32 * num_workers))
+    load_out = [0] * num_sources
+    # Bytes that a worker passes on, and that it is given by the trainer. What comes in is the
+    # same whoever is the entry, so the first counts, and the second where there is none.
+    load_on = [(0, 0)] * num_workers
     rows = []
     # Where there is no choice comes first; what may come from many ranks fills the gaps.
     freedom = {name: min(map(len, trainer[name].holders)) for name in names}
@@ -280,15 +294,17 @@ def make_plan(
         source_held, target = trainer[names[index]], workers[names[index]]
         itemsize = tensors[names[index]].itemsize
         try:
-            cells = cutter.cells(source_held.boxes, target, max(1, piece_bytes // itemsize))
+            cells = cutter.cells(source_held.boxes, target, piece_bytes, itemsize)
         except ValueError as error:
             raise ValueError(f"{names[index]}: {error}") from error
         for cell in cells:
             num_bytes = cell.elements * itemsize
             source = min(source_held.holders[cell.source], key=load_out.__getitem__)
-            entry = min(cutter.needs[cell.needs], key=load_in.__getitem__)
+            needs = cutter.needs[cell.needs]
+            entry = min(needs, key=load_on.__getitem__)
             load_out[source] += num_bytes
-            load_in[entry] += num_bytes
+            passed, given = load_on[entry]
+            load_on[entry] = (passed + (len(needs) - 1) * num_bytes, given + num_bytes)
             rows.append((index, cell.box, source, entry, cell.needs, num_bytes))
     table = np.array(rows, dtype=np.int64).reshape(-1, 6)
     table = _interleaved(table)
@@ -303,6 +319,15 @@ def make_plan(
         num_sources=num_sources,
         num_workers=num_workers,
         num_rounds=int(rounds.max()) + 1 if len(rounds) else 0,
+    )
+
+
+def _passed_on(tensors: Mapping[str, Tensor2D], workers: Layout) -> int:
+    """Bytes that all workers together pass on; fewer than that where boxes overlap."""
+    return sum(
+        box.elements * tensors[name].itemsize * (len(ranks) - 1)
+        for name, held in workers.items()
+        for box, ranks in zip(held.boxes, held.holders, strict=True)
     )
 
 

@@ -1,6 +1,7 @@
 """Core attention over packed sequences, for layers built without TransformerEngine.
 
-T  packed tokens (sequences back to back, boundaries in cu_seqlens)     N  heads     D  head dim
+T  packed tokens (sequences back to back, boundaries in cu_seqlens)     N  heads
+D  head dim of queries and keys, Dv of values
 
 On a GPU this is torch's variable-length flash attention; on a CPU the sequences are grouped
 by length, each group padded and given to scaled_dot_product_attention in one call. A padded
@@ -168,7 +169,10 @@ class PackedAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
-        """query [T, N, D], key and value [T, N/groups, D] -> [T, N * D]. T: this rank's tokens."""
+        """query [T, N, D], key [T, N/groups, D], value [T, N/groups, Dv] -> [T, N * Dv].
+
+        T: this rank's tokens.
+        """
         packed = packed_seq_params
         assert packed is not None, "every micro-batch is packed"
         assert attention_mask is None
@@ -186,7 +190,10 @@ class PackedAttention(nn.Module):
 
         if packed.key_index is not None:
             key, value = key[packed.key_index], value[packed.key_index]
-        return varlen_attn(
+        # Flash attention has one head dim for all; latent attention's values are narrower.
+        width = value.shape[-1]
+        value = F.pad(value, (0, query.shape[-1] - width))
+        output: Tensor = varlen_attn(
             query,
             key,
             value,
@@ -199,6 +206,7 @@ class PackedAttention(nn.Module):
             window_size=(-1, 0),
             enable_gqa=query.shape[1] != key.shape[1],
         )
+        return output[..., :width]
 
     def _grouped(
         self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences

@@ -19,15 +19,16 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import nn
 
-from megarl.config.schema import MoEConfig, RecomputeConfig
+from megarl.config.schema import MoEConfig, ParallelConfig, RecomputeConfig
 from megarl.errors import ConfigError
+from megarl.model import deepseek
 from megarl.model.attention import PackedAttention
 from megarl.model.families import Family, family_of, num_experts, routed_layers
-from megarl.model.layout import Sizes
+from megarl.model.layout import Sizes, chunk_of_layer
 from megarl.parallel import Mesh
 
 
@@ -77,13 +78,18 @@ def model_spec(
       ConfigError: the model uses something the trainer lacks.
     """
     c, family, parallel = hf_config, family_of(hf_config), mesh.parallel
-    heads = c["num_attention_heads"]
-    transformer = TransformerConfig(
+    deepseek.refuse_quantized(c)
+    if family.latent_attention and parallel.tp > 1 and not sequence_parallel:
+        # Megatron-Core 0.16.1 then leaves each rank with its own heads' part of the gradient of
+        # the rotary key, which all heads share.
+        raise ConfigError(
+            f"sequence_parallel: must be true for latent attention with tp {parallel.tp}"
+        )
+    config_class = MLATransformerConfig if family.latent_attention else TransformerConfig
+    transformer = config_class(
         num_layers=c["num_hidden_layers"],
         hidden_size=c["hidden_size"],
-        num_attention_heads=heads,
-        num_query_groups=c.get("num_key_value_heads", heads),
-        kv_channels=c.get("head_dim") or c["hidden_size"] // heads,
+        num_attention_heads=c["num_attention_heads"],
         ffn_hidden_size=c["intermediate_size"],
         normalization="RMSNorm",
         layernorm_epsilon=c["rms_norm_eps"],
@@ -100,11 +106,12 @@ def model_spec(
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=mesh.device.type == "cpu",
         gradient_accumulation_fusion=False,
-        apply_rope_fusion=HAVE_TE,
+        **_attention_options(c, family),
         tensor_model_parallel_size=parallel.tp,
         sequence_parallel=sequence_parallel and parallel.tp > 1,
         pipeline_model_parallel_size=parallel.pp,
         virtual_pipeline_model_parallel_size=parallel.virtual_stages,
+        pipeline_model_parallel_layout=_uneven_stages(c["num_hidden_layers"], parallel),
         context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.etp,
@@ -124,6 +131,32 @@ def model_spec(
     return ModelSpec(hf_config=c, family=family, transformer=transformer)
 
 
+def _attention_options(c: dict[str, Any], family: Family) -> dict[str, Any]:
+    if family.latent_attention:
+        return deepseek.attention_options(c)
+    heads = c["num_attention_heads"]
+    return {
+        "num_query_groups": c.get("num_key_value_heads", heads),
+        "kv_channels": c.get("head_dim") or c["hidden_size"] // heads,
+        "apply_rope_fusion": HAVE_TE,
+    }
+
+
+def _uneven_stages(num_layers: int, parallel: ParallelConfig) -> list[list[str]] | None:
+    """The layers of each model chunk, in the order of layers; None if all have equally many."""
+    count = parallel.pp * (parallel.vpp or 1)
+    if num_layers < count:
+        raise ConfigError(f"pp: {count} model chunks are more than {num_layers} layers")
+    if num_layers % count == 0:
+        return None
+    chunks: list[list[str]] = [[] for _ in range(count)]
+    chunks[0].append("embedding")
+    for layer in range(num_layers):
+        chunks[chunk_of_layer(layer, num_layers, count)].append("decoder")
+    chunks[-1].append("loss")
+    return chunks
+
+
 def needs_one_length(hf_config: dict[str, Any], mesh: Mesh, moe: MoEConfig) -> bool:
     """Whether all micro-batches of a step must have the same number of tokens, on all ranks."""
     has_experts = any(routed_layers(hf_config))
@@ -136,12 +169,10 @@ def _moe_options(hf_config: dict[str, Any], moe: MoEConfig) -> dict[str, Any]:
     if not any(routed):
         # Read by dense models too: the default, allgather, refuses variable lengths.
         return {"moe_token_dispatcher_type": "alltoall"}
-    return {
+    options: dict[str, Any] = {
         "num_moe_experts": num_experts(hf_config),
         "moe_router_topk": hf_config["num_experts_per_tok"],
         "moe_ffn_hidden_size": hf_config["moe_intermediate_size"],
-        # One softmax over all experts, then the best k of it; or one over the best k.
-        "moe_router_pre_softmax": not hf_config["norm_topk_prob"],
         "moe_router_dtype": "fp32" if moe.router_dtype == "fp32" else None,
         # Policy gradients alone decide where tokens go: no auxiliary loss, no dropped token.
         "moe_router_load_balancing_type": "none",
@@ -150,6 +181,10 @@ def _moe_options(hf_config: dict[str, Any], moe: MoEConfig) -> dict[str, Any]:
         "moe_grouped_gemm": HAVE_TE,
         "moe_layer_freq": [int(is_routed) for is_routed in routed] if not all(routed) else 1,
     }
+    if family_of(hf_config).latent_attention:
+        return {**options, **deepseek.routing_options(hf_config)}
+    # One softmax over all experts, then the best k of it; or one over the best k.
+    return {**options, "moe_router_pre_softmax": not hf_config["norm_topk_prob"]}
 
 
 def _recompute_options(recompute: RecomputeConfig) -> dict[str, Any]:
@@ -164,8 +199,11 @@ def _recompute_options(recompute: RecomputeConfig) -> dict[str, Any]:
     }
 
 
-def _rope_options(hf_config: dict[str, Any]) -> dict[str, Any]:
+def _rope_options(spec: ModelSpec) -> dict[str, Any]:
     """GPTModel's rotary arguments. transformers 5 nests them in rope_parameters."""
+    if spec.family.latent_attention:
+        return {"position_embedding_type": "rope"}  # the attention has its own
+    hf_config = spec.hf_config
     rope = hf_config.get("rope_parameters") or {
         "rope_theta": hf_config.get("rope_theta", 10000.0),
         **(hf_config.get("rope_scaling") or {}),
@@ -209,19 +247,24 @@ def _final_norm() -> Callable[..., nn.Module]:
 
 def _layer_spec(spec: ModelSpec, num_experts: int | None) -> ModuleSpec:
     """One layer, with one MLP or with experts."""
+    latent = spec.family.latent_attention
+    kind = {
+        "num_experts": num_experts,
+        "qk_layernorm": spec.family.qk_norm or latent,
+        "multi_latent_attention": latent,
+    }
     if HAVE_TE:
-        return get_gpt_layer_with_transformer_engine_spec(
-            num_experts=num_experts, moe_grouped_gemm=True, qk_layernorm=spec.family.qk_norm
-        )
-    layer = get_gpt_layer_local_spec(
-        num_experts=num_experts, qk_layernorm=spec.family.qk_norm, normalization="RMSNorm"
-    )
-    layer.submodules.input_layernorm = SequenceParallelRMSNorm
-    layer.submodules.pre_mlp_layernorm = SequenceParallelRMSNorm
-    attention = layer.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if spec.family.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = SequenceParallelRMSNorm
+        layer = get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=True, **kind)
+    else:
+        layer = get_gpt_layer_local_spec(normalization="RMSNorm", **kind)
+        layer.submodules.input_layernorm = SequenceParallelRMSNorm
+        layer.submodules.pre_mlp_layernorm = SequenceParallelRMSNorm
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = PackedAttention
+        if spec.family.qk_norm:
+            attention.q_layernorm = attention.k_layernorm = SequenceParallelRMSNorm
+    if latent:
+        deepseek.finish_layer(layer, None if HAVE_TE else SequenceParallelRMSNorm)
     return layer
 
 
@@ -251,7 +294,8 @@ def build_model(spec: ModelSpec, mesh: Mesh) -> list[GPTModel]:
             parallel_output=True,
             share_embeddings_and_output_weights=spec.tied_embeddings,
             vp_stage=vp_stage,
-            **_rope_options(spec.hf_config),
+            **_rope_options(spec),
         )
+        deepseek.init_whole_projections(model, spec.transformer.init_method)
         chunks.append(model.to(mesh.device))
     return chunks

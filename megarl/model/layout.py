@@ -96,6 +96,11 @@ def _qkv_pieces(rule: Rule, sizes: Sizes, tp: int, tp_rank: int) -> list[Piece]:
     return out
 
 
+def chunk_of_layer(layer: int, num_layers: int, num_chunks: int) -> int:
+    """The model chunk of a layer: as many layers a chunk, or one more in the earlier of some."""
+    return layer * num_chunks // num_layers
+
+
 def fill(local: Tensor, parts: Iterable[Piece], read: Callable[[Piece], Tensor]) -> None:
     """Write `read(piece)` into `local` for each piece; the rest (padding) becomes 0."""
     covered = 0

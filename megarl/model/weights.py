@@ -5,6 +5,7 @@ rank ever holds more than its shard and one full tensor.
 """
 
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,7 +25,10 @@ from megarl.errors import CheckpointError
 from megarl.model import families
 from megarl.model.build import ModelSpec
 from megarl.model.layout import Piece, Rule, fill, pieces
+from megarl.ops.pack import Box as PackBox
 from megarl.parallel import Mesh
+
+logger = logging.getLogger(__name__)
 
 
 class SafetensorsFolder:
@@ -117,14 +121,32 @@ def _pieces_of(
     return pieces(rule, sizes, spec.sizes, tp, tp_rank)
 
 
+def _dtype_of(name: str, spec: ModelSpec) -> torch.dtype:
+    """Of an HF tensor as this model holds it."""
+    dtype = str(spec.transformer.params_dtype).removeprefix("torch.")
+    found: torch.dtype = getattr(torch, families.stored_dtype(name, dtype))
+    return found
+
+
 def load_hf(chunks: list[GPTModel], spec: ModelSpec, mesh: Mesh, folder: str | Path) -> None:
     """Fill this rank's parameters from an HF folder, casting to the model's dtype.
 
     Raises:
-      CheckpointError: a tensor is missing or its shape is not what config.json says.
+      CheckpointError: a tensor is missing or its shape is not what config.json says, or the
+        folder holds codes with scales in place of weights.
     """
     shapes = families.hf_shapes(spec.hf_config)
     with SafetensorsFolder(folder) as source:
+        names = source.names()
+        if scaled := [name for name in names if name.endswith("_scale_inv")]:
+            raise CheckpointError(f"{folder}: {min(scaled)}: quantised weights cannot be trained")
+        left_out = [name for name in names if families.is_untrained(spec.hf_config, name)]
+        if left_out and mesh.rank == 0:
+            logger.warning(
+                "%s: %d tensors of multi-token prediction are neither trained nor exported",
+                folder,
+                len(left_out),
+            )
         for parameter in _local_parameters(chunks, spec, mesh, mesh.expert_place.ep):
             for name in parameter.rule.hf_names:
                 if source.shape(name) != shapes[name]:
@@ -213,7 +235,7 @@ class HFExport:
         for name in parameter.rule.hf_names:
             tensor = torch.empty(
                 self.shapes[name],
-                dtype=self.spec.transformer.params_dtype,
+                dtype=_dtype_of(name, self.spec),
                 device=self.mesh.device,
             )
             dist.recv(tensor, src=source)
@@ -226,33 +248,29 @@ class LocalTensors:
 
     def __init__(self, chunks: list[GPTModel], spec: ModelSpec, mesh: Mesh) -> None:
         self.layout = trainer_layout(spec.hf_config, mesh.parallel, mesh.world_size)
-        dtype = str(spec.transformer.params_dtype).removeprefix("torch.")
         shapes = families.hf_shapes(spec.hf_config)
-        self.named = {name: (dtype, list(shape)) for name, shape in shapes.items()}
+        self._dtypes = {name: _dtype_of(name, spec) for name in shapes}
+        self.named = {
+            name: (str(self._dtypes[name]).removeprefix("torch."), list(shape))
+            for name, shape in shapes.items()
+        }
         self._held: dict[str, list[tuple[Tensor, Piece]]] = {}
         for parameter in _local_parameters(chunks, spec, mesh, mesh.expert_place.ep):
-            local = chunks[parameter.chunk].get_parameter(parameter.name).detach()
+            local = chunks[parameter.chunk].get_parameter(parameter.name)
             for piece in _pieces_of(parameter.rule, shapes, spec, *_tp_of(parameter.rule, mesh)):
                 self._held.setdefault(piece.hf_name, []).append((local, piece))
+        for held in self._held.values():
+            held.sort(key=lambda each: each[1].hf_start)
 
-    @torch.no_grad()
-    def pack(self, name: str, box: Box, buffer: Tensor) -> None:
-        """Write a box that this rank holds, row by row, into [num_bytes] uint8.
+    def sources(self, name: str, box: Box) -> list[PackBox]:
+        """Parts of parameters that make up a box, in the order of its rows.
 
-        Raises:
-          ValueError: it does not hold all of it.
+        Several where the trainer has other tensors' rows between those of the box, as between
+        the queries of two KV groups. They are cast to the HF tensor's dtype where a parameter
+        has another. What of the box is not on this rank is in none.
         """
-        start = 0
-        for view in self._views(name, box):
-            end = start + view.nbytes
-            buffer[start:end].view(view.dtype).view(view.shape).copy_(view)
-            start = end
-        if start != buffer.numel():
-            raise ValueError(f"{name}: {start} of {buffer.numel()} bytes of {box} are on this rank")
-
-    def _views(self, name: str, box: Box) -> Iterator[Tensor]:
-        """Parts of parameters that make up the box, in the order of its rows."""
-        for local, piece in sorted(self._held.get(name, []), key=lambda held: held[1].hf_start):
+        found = []
+        for local, piece in self._held.get(name, []):
             # A vector is one row, cut along its columns.
             by_columns = local.ndim == 1 or piece.dim == 1
             first, last = (box.column, box.column_end) if by_columns else (box.row, box.row_end)
@@ -260,10 +278,11 @@ class LocalTensors:
             length = min(last, piece.hf_start + piece.length) - begin
             if length <= 0:
                 continue
-            part = local.narrow(piece.dim, piece.local_start + begin - piece.hf_start, length)
-            if local.ndim == 1:
-                yield part
-            elif by_columns:
-                yield part[box.row : box.row_end]
-            else:
-                yield part[:, box.column : box.column_end]
+            start = piece.local_start + begin - piece.hf_start
+            rows, columns = (box.row, box.row_end), (start, start + length)
+            if not by_columns:
+                rows, columns = columns, (box.column, box.column_end)
+            found.append(PackBox(local, rows=rows, columns=columns, dtype=self._dtypes[name]))
+        # Columns from two places would lie one behind the other, not side by side.
+        assert len(found) < 2 or box.row_end - box.row == 1 or not by_columns, f"{name} {box}"
+        return found

@@ -174,6 +174,31 @@ def test_ranks_have_the_same_to_do(tp, dp, replicas, engine_tp, seed):
     assert plan.num_rounds <= 1 + busiest / ((1 << 20) - (1 << 13)) * 1.1
 
 
+@pytest.mark.parametrize("replicas", [2, 8, 32])
+def test_what_all_workers_need_is_no_ones_burden(replicas):
+    """Workers pass on as much as each other: tensors that all need, and tensors that are cut.
+
+    One piece of what all need is 63 times what it weighs to the worker that passes it on.
+    """
+    tp, size = 2, Tensor2D(512, 1024, 2)
+    tensors = {f"{kind}{i}": size for kind in ("cut", "whole") for i in range(16)}
+    halves = (Box(0, 256, 0, 1024), Box(256, 512, 0, 1024))
+    cut = Held(halves, tuple(tuple(range(k, tp * replicas, tp)) for k in range(tp)))
+    whole = Held((size.box,), (tuple(range(tp * replicas)),))
+    workers = {name: cut if name.startswith("cut") else whole for name in tensors}
+    plan = make_plan(
+        tensors,
+        dict.fromkeys(tensors, Held((size.box,), ((0, 1),))),
+        workers,
+        num_sources=2,
+        num_workers=tp * replicas,
+        bucket_bytes=1 << 22,
+    )
+    passed = plan.bytes_out_of_workers()
+    assert passed.max() <= 1.1 * passed.mean()
+    assert set(plan.bytes_into_workers().tolist()) == {16 * (size.num_bytes // 2 + size.num_bytes)}
+
+
 def test_the_stages_of_a_pipeline_send_at_the_same_time():
     """One after the other, four stages would need four times the rounds."""
     tensors = {f"layer{i}": Tensor2D(64, 64, 2) for i in range(32)}

@@ -75,8 +75,11 @@ def run_megatron(folder: str, parallel: ParallelConfig, options: dict):
         export = HFExport(engine.chunks, engine.spec, mesh)
         for chunk in engine.chunks:
             for parameter in chunk.parameters():
-                parameter.data.copy_(parameter.main_grad)
-        gradients = {name: tensor.clone() for name, tensor in export}
+                # Without a gradient: the bias of a router, which is a buffer in transformers.
+                value = parameter.main_grad if parameter.requires_grad else torch.nan
+                parameter.data.copy_(torch.as_tensor(value))
+        exported = {name: tensor.clone() for name, tensor in export}
+        gradients = {name: x for name, x in exported.items() if not x.isnan().all()}
         return metrics, gradients, dict(zip(rows, logits, strict=True)) if logits else {}
     finally:
         mesh_module.destroy()
@@ -148,6 +151,31 @@ MOE_LAYOUTS = {
     "tp2ep2sp-allgather": Layout(4, ParallelConfig(tp=2, ep=2), ALLGATHER),
     "pp2ep2": Layout(4, ParallelConfig(pp=2, ep=2)),
 }
+DEEPSEEK_LAYOUTS = {
+    "plain": Layout(1, ParallelConfig()),
+    "tp2sp": Layout(2, ParallelConfig(tp=2)),
+    "tp2ep2etp1sp": Layout(2, ParallelConfig(tp=2, ep=2, etp=1)),
+    "pp2": Layout(2, ParallelConfig(pp=2)),
+    "cp2": Layout(2, ParallelConfig(cp=2)),
+    "ep2-allgather": Layout(2, ParallelConfig(ep=2), ALLGATHER),
+    "tp2pp2ep2etp1sp": Layout(4, ParallelConfig(tp=2, pp=2, ep=2, etp=1)),
+}
+NO_YARN = {"rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}}
+PLAIN_YARN = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 16,
+    }
+}
+DEEPSEEK_OPTIONS = {
+    "all queries' rows": {"q_lora_rank": None},
+    "no groups": {"n_group": 1, "topk_group": 1},
+    "no yarn": NO_YARN,
+    "yarn without mscale": PLAIN_YARN,
+    "five layers": {"num_hidden_layers": 5, "first_k_dense_replace": 2},
+}
 FULL, CORE = RecomputeConfig(granularity="full"), RecomputeConfig(granularity="selective")
 MOE = RecomputeConfig(granularity="selective", modules=["core_attn", "moe"])
 COMBINED = {
@@ -166,6 +194,14 @@ COMBINED = {
         "qwen3_moe",
         Layout(4, ParallelConfig(tp=2, cp=2, ep=4, etp=1), ALLGATHER),
     ),
+    "tp2cp2sp-deepseek-full": (
+        "deepseek_v3",
+        Layout(4, ParallelConfig(tp=2, cp=2), {"recompute": FULL}),
+    ),
+    "pp2vpp2ep2-deepseek-core-moe": (
+        "deepseek_v3",
+        Layout(4, ParallelConfig(pp=2, vpp=2, ep=2), {"recompute": MOE}),
+    ),
 }
 FAMILIES = [(family, tied) for family in ("llama", "qwen2", "qwen3") for tied in (False, True)]
 
@@ -179,6 +215,24 @@ def test_logits_and_gradients_equal_hf(ranks, model_folder, family, tied, layout
 @pytest.mark.parametrize("layout", MOE_LAYOUTS)
 def test_experts_equal_hf(ranks, model_folder, layout):
     compare(ranks, *model_folder("qwen3_moe", False), MOE_LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("layout", DEEPSEEK_LAYOUTS)
+def test_latent_attention_and_biased_routing_equal_hf(ranks, model_folder, layout):
+    compare(ranks, *model_folder("deepseek_v3", False), DEEPSEEK_LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("layout", ["tp2sp", "pp2"])
+@pytest.mark.parametrize("options", DEEPSEEK_OPTIONS)
+def test_variants_of_deepseek_equal_hf(ranks, model_folder, options, layout):
+    folder, results = model_folder("deepseek_v3", False, **DEEPSEEK_OPTIONS[options])
+    compare(ranks, folder, results, DEEPSEEK_LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("layout", [ParallelConfig(pp=2), ParallelConfig(pp=2, vpp=2)], ids=str)
+@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("qwen3_moe", False)])
+def test_stages_of_unequal_depth(ranks, model_folder, family, tied, layout):
+    compare(ranks, *model_folder(family, tied, num_hidden_layers=7), Layout(2, layout))
 
 
 @pytest.mark.parametrize("num_micro_batches", [2, 4, 8])
@@ -216,5 +270,6 @@ def compare(ranks, folder, hf_results, layout):
     assert metrics["loss"] == pytest.approx(hf_loss, rel=TOLERANCE)
     assert set(gradients) == set(hf_gradients)
     for name, reference in hf_gradients.items():
-        error = (gradients[name] - reference).abs().max() / reference.abs().max()
-        assert error <= TOLERANCE, f"{name}: gradient is off by {error:.2e}"
+        error, largest = (gradients[name] - reference).abs().max(), reference.abs().max()
+        # 0 of an expert that no token went to.
+        assert error <= TOLERANCE * largest, f"{name}: {largest:.2e} is off by {error:.2e}"

@@ -36,6 +36,10 @@ def held_numbers(folder, parallel):
 @pytest.mark.parametrize(
     ("family", "tied", "parallel"),
     [
+        ("deepseek_v3", False, ParallelConfig(tp=2)),
+        ("deepseek_v3", False, ParallelConfig(tp=2, ep=2, etp=1)),
+        ("deepseek_v3", False, ParallelConfig(pp=2)),
+        ("deepseek_v3", False, ParallelConfig(pp=2, vpp=2)),
         ("qwen2", False, ParallelConfig(tp=2)),
         ("qwen3", True, ParallelConfig(pp=2)),
         ("llama", False, ParallelConfig(pp=2, vpp=2)),
@@ -45,8 +49,9 @@ def held_numbers(folder, parallel):
         ("llama", True, ParallelConfig(cp=2)),
     ],
 )
-def test_ranks_hold_what_the_layout_says(ranks, tmp_path, family, tied, parallel):
-    model = save_tiny_hf(tmp_path, family, tied=tied, vocab=97)
+@pytest.mark.parametrize("num_layers", [4, 5])
+def test_ranks_hold_what_the_layout_says(ranks, tmp_path, family, tied, parallel, num_layers):
+    model = save_tiny_hf(tmp_path, family, tied=tied, vocab=97, num_hidden_layers=num_layers)
     numbers = number(tmp_path)
     config = model.config.to_dict()
     layout = trainer_layout(config, parallel, 2)
