@@ -11,6 +11,7 @@ to the processes from their start to their end is in `megarl.launch.supervise`. 
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +23,7 @@ from megarl.launch.folder import claimed
 from megarl.launch.placement import Machine, Placement
 from megarl.launch.process import Process
 from megarl.launch.supervise import supervise
-from megarl.rollout.servers import vllm_command
+from megarl.rollout.servers import nccl_settings, sglang_command, vllm_command
 
 Program = Literal["train", "sft", "evaluate", "verify", "script"]
 
@@ -127,6 +128,8 @@ def plan(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(master_port),
     }
+    if machine.gpus and rollout is not None and rollout.backend == "sglang":
+        env |= nccl_settings()
     if ports:
         env["MEGARL_SERVER_ADDRS"] = ",".join(f"127.0.0.1:{port}" for port in ports)
     if script is not None and config.actor.init_from_scratch:
@@ -158,21 +161,24 @@ def _servers(
 ) -> list[Process]:
     processes = []
     for index, (port, devices) in enumerate(zip(ports, places.servers, strict=True)):
-        command = vllm_command(
+        make = (
+            partial(sglang_command, sglang=config.sglang)
+            if config.rollout.backend == "sglang"
+            else partial(vllm_command, vllm=config.vllm, weight_backend=not evaluating)
+        )
+        command = make(
             config.actor.path,
             "127.0.0.1",
             port,
-            vllm=config.vllm,
             parallel=config.rollout.parallel,
             device=machine.device,
             load_format="auto" if loads else "dummy",
-            weight_backend=not evaluating,
             server_index=index,
             cpu_threads=cpu_threads,
         )
         env = _environment(devices, command.env)
         log = run_dir / "logs" / f"server-{index}.log"
-        processes.append(Process(f"server {index}", command.argv, env=env, log=log))
+        processes.append(Process(f"server {index}", command.argv, env=env, log=log, port=port))
     return processes
 
 

@@ -26,15 +26,23 @@ class Process:
     Args:
       env: the whole environment, not additions to the launcher's.
       log: file for stdout and stderr; None is the launcher's own stdout and stderr.
+      port: on which it listens on the loopback interface once it is up, if it does.
     """
 
     def __init__(
-        self, name: str, argv: Sequence[str], *, env: Mapping[str, str], log: Path | None
+        self,
+        name: str,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        log: Path | None,
+        port: int | None = None,
     ) -> None:
         self.name = name
         self.argv = list(argv)
         self.env = dict(env)
         self.log = log
+        self.port = port
         self._popen: subprocess.Popen[bytes] | None = None
         self._lifeline: int | None = None
 

@@ -7,6 +7,7 @@ every process that came of it.
 
 import contextlib
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ GRACE_S = 10.0
 STRAGGLER_S = 300.0
 """A rank may go on for so long after another has ended well."""
 _POLL_S = 0.1
+_PROBE_S = 1.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -32,7 +34,8 @@ def supervise(
     """Start all, wait for the ranks, and leave none running; the exit code.
 
     0 if all ranks ended well, 128 + n if signal n stopped the launcher, else the code of the
-    process that failed first (1 for a server that ended well before the ranks did).
+    process that failed first (1 for one that ended well before the ranks did). The end of a
+    server that was up is a failure only if it was the last one: the trainer does without it.
 
     Raises:
       LaunchError: a process could not be started, or survived SIGKILL.
@@ -52,15 +55,29 @@ def _watch(
     received: list[int],
     straggler_s: float,
 ) -> int:
-    """Wait until all ranks ended well, any process ended otherwise, or a signal came."""
+    """Wait until all ranks ended well, one or all servers did not, or a signal came."""
     first_end = None
+    lost: list[Process] = []
+    up: set[Process] = set()
+    next_probe = 0.0
     while not received:
         codes = {process: process.poll() for process in (*servers, *ranks)}
         if all(codes[rank] == 0 for rank in ranks):
             return 0
-        failed = [p for p, code in codes.items() if code is not None and (code or p in servers)]
-        for process in failed:
-            _report(process, codes[process], is_server=process in servers)
+        if time.monotonic() > next_probe:
+            up |= {p for p in servers if p not in up and codes[p] is None and _listens(p)}
+            next_probe = time.monotonic() + _PROBE_S
+        for server in servers:
+            if codes[server] is None or server in lost:
+                continue
+            lost.append(server)
+            when = "before the trainer was done" if server in up else "before it was up"
+            _report(server, codes[server], f" {when}")
+            if server not in up or len(lost) == len(servers):
+                return codes[server] or 1
+        failed = [rank for rank in ranks if codes[rank]]
+        for rank in failed:
+            _report(rank, codes[rank])
         if failed:
             return codes[failed[0]] or 1
         running = [rank.name for rank in ranks if codes[rank] is None]
@@ -78,8 +95,15 @@ def _watch(
     return 128 + received[0]
 
 
-def _report(process: Process, code: int | None, *, is_server: bool) -> None:
-    when = " before the trainer was done" if is_server else ""
+def _listens(process: Process) -> bool:
+    if process.port is None:
+        return False
+    with socket.socket() as probe:
+        probe.settimeout(_PROBE_S)
+        return probe.connect_ex(("127.0.0.1", process.port)) == 0
+
+
+def _report(process: Process, code: int | None, when: str = "") -> None:
     lines = [f"megarl: {process.name} ended with exit code {code}{when}"]
     if process.log is not None:
         lines[0] += f"; the end of {process.log}:"

@@ -5,7 +5,7 @@ import pytest
 from tiny_server import REQUEST_TIMEOUT_S, LoopThread, running_server
 
 from megarl.ops import build
-from megarl.rollout.client import ServerClient
+from megarl.rollout.backends.vllm import VLLMClient
 
 # Before a test imports them: kernels that are those of csrc/ as it stands.
 build.build()
@@ -30,7 +30,7 @@ def vllm_server(tmp_path_factory):
 @pytest.fixture
 def vllm_loop(vllm_server):
     """A loop with one client, of `vllm_server`."""
-    client = ServerClient(vllm_server.address, request_timeout_s=REQUEST_TIMEOUT_S, retries=1)
+    client = VLLMClient(vllm_server.address, request_timeout_s=REQUEST_TIMEOUT_S, retries=1)
     thread = LoopThread([client])
     yield thread
     thread.close()

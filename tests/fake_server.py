@@ -11,6 +11,21 @@ from megarl.bridge.group import WeightGroup, connect, open_group
 from megarl.bridge.wire import message_bytes, unpack
 
 HOST = "127.0.0.1"
+ONE_TOKEN = {
+    "choices": [
+        {
+            "token_ids": [7],
+            "logprobs": {"content": [{"logprob": -0.5}]},
+            "weight_versions": [{"version": "3", "start": 0, "end": 1}],
+            "finish_reason": "length",
+        }
+    ]
+}
+
+
+class _Everything(set):
+    def __contains__(self, path):
+        return True
 
 
 class FakeServer:
@@ -23,8 +38,11 @@ class FakeServer:
         self.bodies: list[dict] = []
         self.failing: dict[str, int] = {}
         """Path -> status to answer with instead."""
+        self.failing_once: dict[str, int] = {}
         self.hanging: set[str] = set()
         """Paths that are answered only when the server closes."""
+        self.hangs_from: str | None = None
+        """The first request for this path hangs, and so does each that follows."""
         self.dropped = 0
         """How many of the next connections end without an answer."""
         self.groups: list[WeightGroup] = []
@@ -62,17 +80,22 @@ class FakeServer:
             self.dropped -= 1
             request.transport.close()
             return web.Response()
+        if path == self.hangs_from:
+            self.hanging = _Everything()
         if path in self.hanging:
             await self._closing.wait()
-        if path in self.failing:
-            return web.json_response({"error": {"message": "no"}}, status=self.failing[path])
+        if status := self.failing.get(path, 0) or self.failing_once.pop(path, 0):
+            return web.json_response({"error": {"message": "no"}}, status=status)
+        if path == "/inference/v1/generate":
+            return web.json_response(ONE_TOKEN)
+        if path == "/collective_rpc":
+            done = {"result": None} if body["method"] == "megarl_command" else None
+            return web.json_response({"results": [done] * self.workers})
         if path == "/get_world_size":
             return web.json_response({"world_size": self.workers})
         if path == "/init_weight_transfer_engine":
             self.groups = await self._each_worker(self._join, body["init_info"])
         if path == "/update_weights":
-            if body["update_info"].get("cancel"):
-                return web.Response(status=500)
             try:
                 await self._each_worker(self._receive, body["update_info"])
             except (TimeoutError, RuntimeError) as error:

@@ -5,7 +5,7 @@ import os
 import socket
 import subprocess
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +17,10 @@ import transformers as tr
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from megarl.config.schema import GenerationHyperparameters, RolloutParallelConfig, VLLMConfig
-from megarl.rollout.api import ModelRequest
-from megarl.rollout.backends.vllm import GenerateChunk, generate_payload, parse_generate
+from megarl.errors import EngineError
+from megarl.rollout.api import GenerateChunk, ModelRequest
 from megarl.rollout.client import ServerClient
-from megarl.rollout.servers import vllm_command, wait_healthy
+from megarl.rollout.servers import ServerCommand, vllm_command, wait_healthy
 
 START_TIMEOUT_S = 300.0  # 16 s on two quiet cores, minutes when others build on them
 REQUEST_TIMEOUT_S = 120.0
@@ -87,6 +87,8 @@ class LoopThread:
 
     def __init__(self, clients: list[ServerClient]) -> None:
         self.clients = clients
+        self.dropped: dict[str, str] = {}
+        """Address -> why."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -97,6 +99,13 @@ class LoopThread:
 
     def run(self, coro: Coroutine, timeout_s: float = REQUEST_TIMEOUT_S) -> Any:
         return self.start(coro).result(timeout_s)
+
+    def drop(self, client: ServerClient, why: str) -> None:
+        self.run(client.close())
+        self.dropped[client.address] = why
+        if len(self.clients) == 1:
+            raise EngineError(f"no server is left: {why}")
+        self.clients.remove(client)
 
     def close(self) -> None:
         for client in self.clients:
@@ -112,7 +121,7 @@ async def generate(
     """`num_tokens` sampled tokens; `options` are GenerationHyperparameters."""
     gconfig = GenerationHyperparameters(ignore_eos=True, **options)
     request = ModelRequest(input_ids=prompt)
-    return parse_generate(await client.generate(*generate_payload(request, gconfig, num_tokens)))
+    return await client.generate(request, gconfig, num_tokens)
 
 
 @dataclass(frozen=True)
@@ -125,7 +134,11 @@ class RunningServer:
 
 @contextmanager
 def running_server(
-    folder: Path, *, tp: int = 1, config: tr.PreTrainedConfig | None = None
+    folder: Path,
+    *,
+    parallel: RolloutParallelConfig | None = None,
+    config: tr.PreTrainedConfig | None = None,
+    extra_args: Sequence[str] = (),
 ) -> Iterator[RunningServer]:
     """A vLLM server with random weights that no test knows. Ends with its whole tree."""
     model_folder, log = folder / "model", folder / "server.log"
@@ -141,21 +154,28 @@ def running_server(
             dtype="float32",
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=16,
-            extra_args=["--kv-cache-memory-bytes", str(64 << 20)],
+            extra_args=["--kv-cache-memory-bytes", str(64 << 20), *extra_args],
         ),
-        parallel=RolloutParallelConfig(tp=tp),
+        parallel=parallel or RolloutParallelConfig(),
         device="cpu",
         load_format="dummy",
         weight_backend=True,
         server_index=0,
     )
+    with serving(command, address, log) as process:
+        yield RunningServer(f"http://{address}", model_folder, log, process.pid)
+
+
+@contextmanager
+def serving(command: ServerCommand, address: str, log: Path) -> Iterator[subprocess.Popen]:
+    """The process of a server that is healthy; ends with its whole tree."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command.argv, env={**os.environ, **command.env}, stdout=output, stderr=output
         )
     try:
         asyncio.run(wait_healthy(address, START_TIMEOUT_S, lambda: _ending(process, log)))
-        yield RunningServer(f"http://{address}", model_folder, log, process.pid)
+        yield process
     finally:
         end_tree(process.pid)
         process.wait(REQUEST_TIMEOUT_S)

@@ -14,6 +14,7 @@ from megarl.config.schema import (
     InferenceEngineConfig,
     PPOActorConfig,
     RewardConfig,
+    SGLangConfig,
     TrainEngineConfig,
     VLLMConfig,
     WeightUpdateConfig,
@@ -132,6 +133,7 @@ class GRPOConfig(BaseExperimentConfig):
     rollout: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     vllm: VLLMConfig = field(default_factory=VLLMConfig)
+    sglang: SGLangConfig = field(default_factory=SGLangConfig)
     weight_update: WeightUpdateConfig = field(default_factory=WeightUpdateConfig)
 
     def __post_init__(self) -> None:
@@ -161,6 +163,11 @@ class GRPOConfig(BaseExperimentConfig):
                 f"actor.ppo_n_minibatches: {minibatches} is more than the "
                 f"{prompts * self.gconfig.n_samples} samples of a batch"
             )
+
+    @property
+    def engine(self) -> VLLMConfig | SGLangConfig:
+        """The section of the backend that is used; its name is the backend's."""
+        return self.sglang if self.rollout.backend == "sglang" else self.vllm
 
     @property
     def trainer_world_size(self) -> int:

@@ -2,32 +2,20 @@
 
 Names and defaults follow AReaL's where a user would look for them. Rules over one section
 live in that section's `__post_init__`; rules over two live in the class that owns both.
-Rules that need a file (the model's `config.json`) are in `megarl.config.checks`.
+Rules that need a file (the model's `config.json`) are in `megarl.config.checks`. The servers'
+sections are in `megarl.config.servers` and can be imported from here.
 Nothing here imports torch, so a launcher or a laptop can check a run for any cluster.
 """
 
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from megarl.errors import ConfigError
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
-
-
-def _at_least(section: Any, minimum: float, *names: str) -> None:
-    for name in names:
-        value = getattr(section, name)
-        _require(value is None or value >= minimum, f"{name}: must be >= {minimum}, got {value}")
-
-
-def _above_zero(section: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(section, name)
-        _require(value is None or value > 0, f"{name}: must be > 0, got {value}")
-
+from megarl.config.rules import above_zero, at_least, require
+from megarl.config.servers import InferenceEngineConfig as InferenceEngineConfig
+from megarl.config.servers import RolloutParallelConfig as RolloutParallelConfig
+from megarl.config.servers import SGLangConfig as SGLangConfig
+from megarl.config.servers import VLLMConfig as VLLMConfig
+from megarl.config.servers import WeightUpdateConfig as WeightUpdateConfig
 
 # ---------------------------------------------------------------- parallelism and placement
 
@@ -50,13 +38,13 @@ class ParallelConfig:
     """Tensor-parallel ranks inside an expert; None is `tp`."""
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "tp", "pp", "vpp", "cp", "ep", "etp")
-        _require(
+        at_least(self, 1, "tp", "pp", "vpp", "cp", "ep", "etp")
+        require(
             self.vpp is None or self.vpp == 1 or self.pp > 1,
             f"vpp: {self.vpp} virtual stages need pp > 1, got pp {self.pp}",
         )
         # Megatron-Core 0.16.1 then sums the slices of an expert twice: logits off by 0.34.
-        _require(
+        require(
             self.expert_tp == 1 or self.ep > 1 or self.tp > 1,
             f"etp: {self.etp} needs ep > 1 or tp > 1",
         )
@@ -78,35 +66,19 @@ class ParallelConfig:
 
     def dp(self, world_size: int) -> int:
         """Data-parallel replicas in `world_size` ranks. ConfigError if it does not divide."""
-        _require(
+        require(
             world_size % self.model_size == 0,
             f"world of {world_size} ranks is not a multiple of tp {self.tp} * pp {self.pp} "
             f"* cp {self.cp} = {self.model_size}",
         )
         expert_size = self.ep * self.expert_tp * self.pp
         has_experts = self.ep > 1 or self.etp is not None
-        _require(
+        require(
             not has_experts or world_size % expert_size == 0,
             f"world of {world_size} ranks is not a multiple of ep {self.ep} * etp "
             f"{self.expert_tp} * pp {self.pp} = {expert_size}",
         )
         return world_size // self.model_size
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutParallelConfig:
-    """How the inference servers are laid out: `dp` servers of `tp * pp` workers each."""
-
-    dp: int = 1
-    tp: int = 1
-    pp: int = 1
-
-    def __post_init__(self) -> None:
-        _at_least(self, 1, "dp", "tp", "pp")
-
-    @property
-    def world_size(self) -> int:
-        return self.dp * self.tp * self.pp
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,10 +90,10 @@ class ClusterConfig:
     """On a machine without GPUs: how many processes of ours it may hold."""
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "n_nodes", "n_gpus_per_node")
+        at_least(self, 1, "n_nodes", "n_gpus_per_node")
 
 
-# ---------------------------------------------------------------- generation and rollout
+# ---------------------------------------------------------------- generation and rewards
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,10 +117,10 @@ class GenerationHyperparameters:
     """Sampling seed; sample i of a group uses seed + i. None is a fresh one each request."""
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "n_samples", "max_new_tokens", "max_tokens", "top_k")
-        _at_least(self, 0, "min_new_tokens", "temperature")
-        _require(0 < self.top_p <= 1, f"top_p: must be in (0, 1], got {self.top_p}")
-        _require(
+        at_least(self, 1, "n_samples", "max_new_tokens", "max_tokens", "top_k")
+        at_least(self, 0, "min_new_tokens", "temperature")
+        require(0 < self.top_p <= 1, f"top_p: must be in (0, 1], got {self.top_p}")
+        require(
             self.min_new_tokens <= self.max_new_tokens,
             f"min_new_tokens: {self.min_new_tokens} is more than max_new_tokens "
             f"{self.max_new_tokens}",
@@ -172,80 +144,8 @@ class RewardConfig:
     """What a call that failed `max_attempts` times is worth: reward 0, or no episode."""
 
     def __post_init__(self) -> None:
-        _require(":" in self.fn, f"fn: expected package.module:function, got {self.fn!r}")
-        _above_zero(self, "timeout_s", "max_attempts", "num_workers")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class InferenceEngineConfig:
-    """The rollout pool and its servers."""
-
-    backend: Literal["vllm", "sglang"] = "vllm"
-    parallel: RolloutParallelConfig = field(default_factory=RolloutParallelConfig)
-    workflow: str = "megarl.rollout.workflows.rlvr:RLVRWorkflow"
-    """`package.module:Class` of a RolloutWorkflow."""
-    should_accept_fn: str | None = None
-    """`package.module:function` of a finished trajectory -> bool; False leaves it out."""
-    max_concurrent_rollouts: int | None = None
-    """Episodes in flight; None is `consumer_batch_size`."""
-    consumer_batch_size: int | None = None
-    """Prompts a training step consumes; None is `train_dataset.batch_size`."""
-    max_head_offpolicyness: int = 0
-    """Versions a finished episode may lag behind the step that trains on it; 0 is synchronous."""
-    queue_size: int | None = None
-    """Most episodes queued, running or finished and unused; None is what the staleness bound
-    can use."""
-    setup_timeout_s: float = 600.0
-    """From the start of a server to its first healthy answer."""
-    request_timeout_s: float = 3600.0
-    request_retries: int = 3
-    dump_to_file: bool = False
-    """Write finished trajectories to `RUN/rollout/VERSION/TASK.jsonl`."""
-
-    def __post_init__(self) -> None:
-        _at_least(self, 1, "max_concurrent_rollouts", "consumer_batch_size", "queue_size")
-        _at_least(self, 0, "max_head_offpolicyness", "request_retries")
-        _above_zero(self, "setup_timeout_s", "request_timeout_s")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VLLMConfig:
-    """Options of each vLLM server. `extra_args` reaches `vllm serve` as it stands."""
-
-    dtype: str = "bfloat16"
-    max_model_len: int | None = None
-    max_num_seqs: int = 256
-    gpu_memory_utilization: float = 0.9
-    enforce_eager: bool = False
-    seed: int = 0
-    cpu_kvcache_gib: int = 1
-    """KV cache on a machine without GPUs."""
-    extra_args: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        _above_zero(self, "max_model_len", "max_num_seqs", "cpu_kvcache_gib")
-        _require(
-            0 < self.gpu_memory_utilization <= 1,
-            f"gpu_memory_utilization: must be in (0, 1], got {self.gpu_memory_utilization}",
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WeightUpdateConfig:
-    mode: Literal["sharded", "broadcast", "disk"] = "broadcast"
-    """sharded: from the ranks that hold a part to the workers that need it, each byte once, over
-    a process group (NCCL, or gloo on a CPU). broadcast: gathered on rank 0, from there to every
-    worker. disk: safetensors that the servers reload."""
-    pause: Literal["keep", "abort"] = "keep"
-    """What a request in flight does: keep waits and recomputes its KV cache with the new
-    weights; abort returns the tokens so far and the client asks for the rest."""
-    bucket_bytes: int = 1 << 28
-    """Most bytes of one message; two buckets are in memory at once."""
-    timeout_s: float = 600.0
-    """One bucket, or one control request."""
-
-    def __post_init__(self) -> None:
-        _above_zero(self, "bucket_bytes", "timeout_s")
+        require(":" in self.fn, f"fn: expected package.module:function, got {self.fn!r}")
+        above_zero(self, "timeout_s", "max_attempts", "num_workers")
 
 
 # ---------------------------------------------------------------- training
@@ -262,7 +162,7 @@ class MicroBatchSpec:
     """ffd: first-fit decreasing, fewest bins. kk: Karmarkar-Karp, most even bins."""
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "n_mbs", "max_tokens_per_mb", "n_mbs_divisor")
+        at_least(self, 1, "n_mbs", "max_tokens_per_mb", "n_mbs_divisor")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -280,8 +180,8 @@ class OptimizerConfig:
     gradient_clipping: float = 1.0
 
     def __post_init__(self) -> None:
-        _at_least(self, 0, "lr", "weight_decay", "min_lr_ratio", "gradient_clipping")
-        _require(
+        at_least(self, 0, "lr", "weight_decay", "min_lr_ratio", "gradient_clipping")
+        require(
             0 <= self.warmup_steps_proportion <= 1,
             f"warmup_steps_proportion: must be in [0, 1], got {self.warmup_steps_proportion}",
         )
@@ -299,10 +199,10 @@ class RecomputeConfig:
     num_layers: int = 1
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "num_layers")
+        at_least(self, 1, "num_layers")
         known = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
         for name in self.modules:
-            _require(name in known, f"modules: {name!r} is not one of {', '.join(known)}")
+            require(name in known, f"modules: {name!r} is not one of {', '.join(known)}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -346,9 +246,9 @@ class TrainEngineConfig:
     vocabulary / tp and 2 (bfloat16) or 4 (float32)."""
 
     def __post_init__(self) -> None:
-        _above_zero(self, "temperature", "fused_linear_chunk_tokens")
+        above_zero(self, "temperature", "fused_linear_chunk_tokens")
         is_sgd = self.optimizer is not None and self.optimizer.type == "sgd"
-        _require(
+        require(
             not (is_sgd and self.use_distributed_optimizer),
             "use_distributed_optimizer: true shards adam's state only, optimizer.type is sgd",
         )
@@ -373,7 +273,7 @@ class NormConfig:
     eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        _above_zero(self, "eps")
+        above_zero(self, "eps")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -389,15 +289,15 @@ class RejectionSamplingConfig:
     lower: float | None = None
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             self.metric != "ratio" or self.upper > 1,
             f"upper: a ratio's bound must be > 1, got {self.upper}",
         )
-        _require(
+        require(
             self.lower is None or self.lower < self.upper,
             f"lower: {self.lower} is not below upper {self.upper}",
         )
-        _require(
+        require(
             self.action == "mask" or self.metric == "ratio",
             f"action: clamp bounds the ratio itself, not metric {self.metric!r}",
         )
@@ -448,24 +348,24 @@ class PPOActorConfig(ActorConfig):
 
     def __post_init__(self) -> None:
         TrainEngineConfig.__post_init__(self)
-        _at_least(self, 1, "ppo_n_minibatches")
-        _at_least(self, 0, "eps_clip_higher", "kl_ctl", "kl_loss_coef")
-        _above_zero(self, "reward_clip", "overlong_tokens")
+        at_least(self, 1, "ppo_n_minibatches")
+        at_least(self, 0, "eps_clip_higher", "kl_ctl", "kl_loss_coef")
+        above_zero(self, "reward_clip", "overlong_tokens")
         for name in ("discount", "gae_lambda"):
             value = getattr(self, name)
-            _require(0 <= value <= 1, f"{name}: must be in [0, 1], got {value}")
+            require(0 <= value <= 1, f"{name}: must be in [0, 1], got {value}")
         is_cispo = self.objective == "cispo"
         # At 1 the upper bound is another number, not the same one by default.
         is_one = is_cispo and self.eps_clip == 1 and self.eps_clip_higher is not None
-        _require(
+        require(
             0 <= self.eps_clip < 1 or is_one, f"eps_clip: must be in [0, 1), got {self.eps_clip}"
         )
-        _require(self.c_clip is None or self.c_clip > 1, f"c_clip: must be > 1, got {self.c_clip}")
-        _require(
+        require(self.c_clip is None or self.c_clip > 1, f"c_clip: must be > 1, got {self.c_clip}")
+        require(
             not is_cispo or (self.c_clip is None and self.importance_sampling_level == "token"),
             "objective: cispo has no c_clip and needs importance_sampling_level: token",
         )
-        _require(
+        require(
             not self.overlong_reward_penalty
             or (self.overlong_tokens is not None and self.overlong_penalty_factor is not None),
             "overlong_reward_penalty: needs overlong_tokens and overlong_penalty_factor",

@@ -4,12 +4,14 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from megarl.config.schema import GenerationHyperparameters
 from megarl.trajectory import Trajectory
 
 StopReason = Literal["stop", "length", "abort", "tool_calls"]
+NO_VERSION = -1
+"""Version of weights that no push has brought: before the first one, or after a failed one."""
 Row = dict[str, Any]
 """One row of a dataset: `prompt` (text) or `messages` (chat), and what the reward reads."""
 
@@ -48,6 +50,15 @@ class ModelResponse:
     @property
     def output_len(self) -> int:
         return len(self.output_tokens)
+
+
+class GenerateChunk(NamedTuple):
+    """Tokens of one answer; `stop_reason` abort means that the rest is still to be asked for."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    stop_reason: str
 
 
 class GenerationEngine(Protocol):

@@ -1,4 +1,4 @@
-"""HTTP client of one inference server.
+"""HTTP client of one inference server, whatever its engine; engines are in `backends`.
 
 Everything here is async and belongs to the event loop that makes the first request; the
 session is made there. Each wait ends: an answer that is late raises EngineTimeout, a wrong
@@ -9,12 +9,14 @@ request is sent once.
 
 import asyncio
 import json
-from typing import Any, Literal
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Literal
 
 import aiohttp
 
+from megarl.config.schema import GenerationHyperparameters
 from megarl.errors import EngineError, EngineTimeout
-from megarl.rollout.backends.vllm import NO_VERSION, parse_version
+from megarl.rollout.api import GenerateChunk, ModelRequest
 
 PauseMode = Literal["keep", "abort"]
 CONTROL_TIMEOUT_S = 60.0
@@ -23,13 +25,16 @@ _KEEP_ALIVE_S = 3.0  # vLLM's servers close an idle connection after 5
 _MAX_ERROR_CHARS = 500
 
 
-class ServerClient:
+class ServerClient(ABC):
     """One server; `address` is `http://HOST:PORT`.
 
     Args:
       request_timeout_s: one generation, from send to last token.
       retries: how often a generation is sent again after its connection broke.
     """
+
+    weight_protocol: ClassVar[Literal["megarl", "sglang"]] = "megarl"
+    """Whose process group and buckets a gathered broadcast uses."""
 
     def __init__(self, address: str, *, request_timeout_s: float, retries: int) -> None:
         self.address = (address if "://" in address else f"http://{address}").rstrip("/")
@@ -39,42 +44,87 @@ class ServerClient:
         """Generations sent again so far."""
         self._sessions: dict[bool, aiohttp.ClientSession] = {}
 
-    async def health(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
-        """Returns if the server can serve."""
-        await self._request("GET", "/health", timeout_s=timeout_s)
+    # ------------------------------------------------------------------ generation
 
-    async def generate(self, path: str, payload: dict[str, Any]) -> dict[str, Any]:
-        """The answer to one generation; the backend makes `path` and `payload` and reads it."""
+    async def generate(
+        self, request: ModelRequest, gconfig: GenerationHyperparameters, remaining: int
+    ) -> GenerateChunk:
+        """At most `remaining` tokens that continue `request.input_ids`.
+
+        Raises:
+          ValueError: there is nothing to continue, or no token to ask for.
+          EngineError: the server failed, or its answer is not one.
+        """
+        path, payload = self._generation(request, gconfig, remaining)
         delay_s = _FIRST_RETRY_DELAY_S
         for _ in range(self.retries):
             try:
-                return await self._generate(path, payload)
-            except _ConnectionBroken:
+                return self._chunk(await self._generate(path, payload))
+            except ConnectionBroken:
                 self.num_retries += 1
                 await asyncio.sleep(delay_s)
                 delay_s *= 2
-        return await self._generate(path, payload)
+        return self._chunk(await self._generate(path, payload))
 
+    @abstractmethod
+    def _generation(
+        self, request: ModelRequest, gconfig: GenerationHyperparameters, remaining: int
+    ) -> tuple[str, dict[str, Any]]:
+        """Path and JSON body."""
+
+    @abstractmethod
+    def _chunk(self, answer: Any) -> GenerateChunk:
+        """What the server said. EngineError if a token lacks a logprob or a version."""
+
+    @abstractmethod
     async def pause(self, mode: PauseMode, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         """Stop generating; requests wait until `resume`, with their KV cache dropped.
 
         keep: requests in flight wait too. abort: they are answered with the tokens so far.
         """
-        await self._request("POST", f"/pause?mode={mode}&clear_cache=true", timeout_s=timeout_s)
 
-    async def resume(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
-        await self._request("POST", "/resume", timeout_s=timeout_s)
+    @abstractmethod
+    async def resume(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None: ...
 
+    async def health(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+        """Returns if the server can serve."""
+        await self._request("GET", "/health", timeout_s=timeout_s)
+
+    # ------------------------------------------------------------------ weights
+
+    @abstractmethod
     async def world_size(self, timeout_s: float = CONTROL_TIMEOUT_S) -> int:
         """Workers of the server: each is a rank of the weight group."""
-        answer = await self._request("GET", "/get_world_size", timeout_s=timeout_s)
-        return int(answer["world_size"])
 
+    @abstractmethod
     async def weight_version(self, timeout_s: float = CONTROL_TIMEOUT_S) -> int:
         """The last version pushed; -1 if none, or if the last push failed."""
-        answer = await self._request("GET", "/weight_info", timeout_s=timeout_s)
-        return parse_version(answer["weight_version"])
 
+    @abstractmethod
+    async def set_version(self, version: int, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+        """Name the weights that the server has."""
+
+    @abstractmethod
+    async def load_from_disk(self, path: str, version: int, timeout_s: float) -> None:
+        """Every worker reads the safetensors of folder `path`, as seen from the server."""
+
+    @abstractmethod
+    async def command(
+        self, name: str, arguments: dict[str, Any], timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> list[Any]:
+        """Have every worker do what megarl/bridge/engines/agent.py says; their answers.
+
+        Raises:
+          EngineError: a worker could not; its words.
+        """
+
+    async def has_agent(self, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
+        """Whether its workers know `command`."""
+        return True
+
+    # ------------------------------------------------------------------ gathered broadcast
+
+    @abstractmethod
     async def init_weight_group(
         self,
         master_address: str,
@@ -82,113 +132,32 @@ class ServerClient:
         rank_offset: int,
         world_size: int,
         timeout_s: float,
-        *,
-        sharded: bool = False,
     ) -> None:
-        """Every worker joins the weight group, as rank `rank_offset` + its own rank.
+        """Every worker joins the weight group, as rank `rank_offset` + its own rank."""
 
-        Args:
-          sharded: a plan for each lies in the group's store, see megarl/bridge/sharded.py.
-        """
-        init_info = {
-            "master_address": master_address,
-            "master_port": master_port,
-            "rank_offset": rank_offset,
-            "world_size": world_size,
-            "timeout_s": timeout_s,
-            "sharded": sharded,
-        }
-        await self._request(
-            "POST",
-            "/init_weight_transfer_engine",
-            {"init_info": init_info},
-            # The worker gives up first: it knows whom it waited for.
-            timeout_s=timeout_s + CONTROL_TIMEOUT_S,
-        )
-
-    async def close_weight_group(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
-        await self._request("POST", "/shutdown_weight_transfer_engine", timeout_s=timeout_s)
-
+    @abstractmethod
     async def start_update(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         """Open an update. Generation must be paused: until `finish_update` there is no model."""
-        await self._request("POST", "/start_weight_update", timeout_s=timeout_s)
 
+    @abstractmethod
     async def update_weights(
         self, info: dict[str, Any], timeout_s: float = CONTROL_TIMEOUT_S
     ) -> None:
         """Every worker receives and loads the bucket that `info` describes."""
-        await self._request(
-            "POST",
-            "/update_weights",
-            {"update_info": info},
-            timeout_s=timeout_s + CONTROL_TIMEOUT_S,
-        )
 
+    @abstractmethod
     async def finish_update(self, version: int, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         """Close the update; tokens from now on carry `version`."""
-        await self._request(
-            "POST", "/finish_weight_update", {"weight_version": str(version)}, timeout_s=timeout_s
-        )
 
+    @abstractmethod
     async def cancel_update(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
-        """Make the server servable after a failed update.
+        """Make the server servable after a failed update, under version -1."""
 
-        Layers that were complete keep the new weights, the others the old ones, so the
-        version becomes -1: nobody pushed this mixture.
-        """
-        try:
-            await self._request(
-                "POST",
-                "/update_weights",
-                {"update_info": {"cancel": True}},
-                timeout_s=timeout_s + CONTROL_TIMEOUT_S,
-            )
-        except EngineTimeout:
-            raise
-        except EngineError as error:
-            # vLLM closes an update only when a worker raises: status 500 is the good answer,
-            # also from a server whose update had ended already.
-            if not isinstance(error, _BadStatus):
-                raise
-        await self.set_version(NO_VERSION, timeout_s=timeout_s)
-
-    async def set_version(self, version: int, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
-        """Name the weights that the server has."""
-        await self._request(
-            "POST", "/update_weight_version", {"new_version": str(version)}, timeout_s=timeout_s
-        )
-
-    async def load_from_disk(self, path: str, version: int, timeout_s: float) -> None:
-        """Every worker reads the safetensors of folder `path`, as seen from the server."""
-        # `--load-format dummy` also governs a reload, and its loader reads no files (vLLM 0.32:
-        # NotImplementedError, status 500).
-        await self._collective_rpc(
-            "update_config",
-            {"overrides": {"load_config": {"load_format": "safetensors"}}},
-            timeout_s=timeout_s,
-        )
-        await self._collective_rpc("reload_weights", {"weights_path": path}, timeout_s=timeout_s)
-        await self.set_version(version, timeout_s=timeout_s)
-
-    async def needed_parts(
-        self, tensors: list[list[Any]], timeout_s: float = CONTROL_TIMEOUT_S
-    ) -> list[dict[str, list[list[int]]]]:
-        """Of each worker, the boxes that its loader takes of each HF tensor.
-
-        Args:
-          tensors: [HF name, shape, torch's name of the dtype] each.
-        """
-        answer = await self._collective_rpc(
-            "megarl_needed_parts", {"tensors": tensors}, timeout_s=timeout_s
-        )
-        parts: list[dict[str, list[list[int]]]] = answer["results"]
-        return parts
-
+    @abstractmethod
     async def weight_digests(self, timeout_s: float = CONTROL_TIMEOUT_S) -> list[dict[str, int]]:
         """Of each worker, what the last update brought: tensor name -> digest."""
-        answer = await self._collective_rpc("megarl_weight_digests", {}, timeout_s=timeout_s)
-        digests: list[dict[str, int]] = answer["results"]
-        return digests
+
+    # ------------------------------------------------------------------ HTTP
 
     async def close(self) -> None:
         """Close the connections. In the loop that made them."""
@@ -196,17 +165,9 @@ class ServerClient:
             _, session = self._sessions.popitem()
             await session.close()
 
-    async def _generate(self, path: str, payload: dict[str, Any]) -> dict[str, Any]:
-        answer: dict[str, Any] = await self._request(
-            "POST", path, payload, timeout_s=self.request_timeout_s, keep_alive=True
-        )
-        return answer
-
-    async def _collective_rpc(
-        self, method: str, kwargs: dict[str, Any], *, timeout_s: float
-    ) -> Any:
+    async def _generate(self, path: str, payload: dict[str, Any]) -> Any:
         return await self._request(
-            "POST", "/collective_rpc", {"method": method, "kwargs": kwargs}, timeout_s=timeout_s
+            "POST", path, payload, timeout_s=self.request_timeout_s, keep_alive=True
         )
 
     async def _request(
@@ -229,9 +190,9 @@ class ServerClient:
         except TimeoutError as error:
             raise EngineTimeout(f"{asked}: no answer within {timeout_s:g} s") from error
         except aiohttp.ClientError as error:
-            raise _ConnectionBroken(f"{asked}: {error!r}") from error
+            raise ConnectionBroken(f"{asked}: {error!r}") from error
         if response.status != 200:
-            raise _BadStatus(f"{asked}: status {response.status}: {_reason(body)}")
+            raise EngineError(f"{asked}: status {response.status}: {_reason(body)}")
         try:
             return json.loads(body) if body else None
         except ValueError as error:
@@ -251,12 +212,8 @@ class ServerClient:
         return self._sessions[keep_alive]
 
 
-class _ConnectionBroken(EngineError):
+class ConnectionBroken(EngineError):
     """No connection, or it ended before the answer."""
-
-
-class _BadStatus(EngineError):
-    """The server answered, and said no."""
 
 
 def _reason(body: bytes) -> str:
@@ -270,3 +227,11 @@ def _reason(body: bytes) -> str:
         error = answer.get("error", answer.get("detail", answer))
         text = str(error.get("message", error)) if isinstance(error, dict) else str(error)
     return text if len(text) <= _MAX_ERROR_CHARS else text[:_MAX_ERROR_CHARS] + " ..."
+
+
+def results_of(address: str, command: str, answers: list[dict[str, Any]]) -> list[Any]:
+    """Of workers that answered `{"result": ...}` or `{"error": text}`; EngineError for an error."""
+    errors = [f"worker {i}: {a['error']}" for i, a in enumerate(answers) if "error" in a]
+    if errors:
+        raise EngineError(f"{address}: {command}: " + "; ".join(errors))
+    return [answer["result"] for answer in answers]

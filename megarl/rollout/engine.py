@@ -10,29 +10,29 @@ import concurrent.futures
 import logging
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from megarl.config.schema import InferenceEngineConfig
 from megarl.errors import EngineError, EngineTimeout
-from megarl.rollout.api import AcceptFn, ModelRequest, ModelResponse, RolloutWorkflow, Row
-from megarl.rollout.backends import vllm
+from megarl.rollout.api import (
+    AcceptFn,
+    ModelRequest,
+    ModelResponse,
+    RolloutWorkflow,
+    Row,
+)
 from megarl.rollout.client import PauseMode, ServerClient
 from megarl.rollout.executor import WorkflowExecutor
+from megarl.rollout.fleet import Fleet
 from megarl.rollout.staleness import StalenessManager
 from megarl.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_STICKY_REQUESTS = 16384
-"""Request ids whose server is remembered."""
 _CONTROL_TIMEOUT_S = 120.0
-HEALTH_INTERVAL_S = 5.0
-UNHEALTHY_LIMIT_S = 30.0
-"""A server without one good answer to /health for so long is dead."""
 
 
 class Prompts(Protocol):
@@ -59,14 +59,10 @@ class RemoteInferenceEngine:
         batch_size: int,
         dump_dir: Path | None = None,
     ) -> None:
-        if not clients:
-            raise ValueError("a rollout engine needs at least one server")
-        self.config, self.clients = config, clients
+        self.config, self.fleet = config, Fleet(clients)
         self.batch_size = config.consumer_batch_size or batch_size
         self._dump_dir = dump_dir
         self._version = 0
-        self._outstanding = dict.fromkeys(range(len(clients)), 0)
-        self._server_of: OrderedDict[str, int] = OrderedDict()
         self._dead: EngineError | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -123,26 +119,17 @@ class RemoteInferenceEngine:
                 raise EngineTimeout(f"{name}: not done after {timeout_s} s on the loop")
 
     async def watch_health(self) -> None:
-        """Poll every server; `run` raises once one of them is dead. Ends with the loop.
+        """Until no healthy server is left: then `run` raises. Ends with the loop."""
+        self._dead = await self.fleet.watch()
 
-        A server whose engine died may keep open the connections it will never answer (vLLM
-        0.32 waits for them before it exits), so a request's own limit is not enough.
-        """
-        async with asyncio.TaskGroup() as tasks:
-            for client in self.clients:
-                tasks.create_task(self._watch_one(client))
+    @property
+    def clients(self) -> list[ServerClient]:
+        """Of the servers in use."""
+        return self.fleet.clients
 
-    async def _watch_one(self, client: ServerClient) -> None:
-        last_good_s = time.monotonic()
-        while True:
-            try:
-                await client.health(timeout_s=2 * HEALTH_INTERVAL_S)
-                last_good_s = time.monotonic()
-            except EngineError as error:
-                silent_s = time.monotonic() - last_good_s
-                if silent_s > UNHEALTHY_LIMIT_S:
-                    self._dead = EngineError(f"not healthy for {silent_s:.0f} s: {error}")
-            await asyncio.sleep(HEALTH_INTERVAL_S)
+    def drop(self, client: ServerClient, why: str) -> None:
+        """Use this server no more; its requests go to the others. EngineError: it is the last."""
+        self._call(self.fleet.drop, client, why)
 
     def _call(self, function: Any, *args: Any) -> Any:
         """Run a plain function on the loop."""
@@ -198,8 +185,7 @@ class RemoteInferenceEngine:
                 rid=req.rid, input_ids=out.input_tokens + out.output_tokens, gconfig=gconfig
             )
             rest = gconfig.new(min_new_tokens=max(0, gconfig.min_new_tokens - done))
-            path, payload = vllm.generate_payload(part, rest, budget - done)
-            chunk = vllm.parse_generate(await self._generate_on_server(req.rid, path, payload))
+            chunk = await self.fleet.generate(part, rest, budget - done)
             if not done:
                 out.ttft_s = time.monotonic() - started
             out.output_tokens += chunk.tokens
@@ -210,26 +196,6 @@ class RemoteInferenceEngine:
                 out.stop_reason = "length"
         out.latency_s = time.monotonic() - started
         return out
-
-    async def _generate_on_server(
-        self, rid: str, path: str, payload: dict[str, Any]
-    ) -> dict[str, Any]:
-        server = self._choose_server(rid)
-        self._outstanding[server] += 1
-        try:
-            return await self.clients[server].generate(path, payload)
-        finally:
-            self._outstanding[server] -= 1
-
-    def _choose_server(self, rid: str) -> int:
-        """The server that had this request id; else the one with the fewest requests."""
-        server = self._server_of.pop(rid, None)
-        if server is None:
-            server = min(self._outstanding, key=self._outstanding.__getitem__)
-        self._server_of[rid] = server
-        if len(self._server_of) > _STICKY_REQUESTS:
-            self._server_of.popitem(last=False)
-        return server
 
     # ------------------------------------------------------------------ versions and pauses
 
@@ -339,4 +305,4 @@ class RemoteInferenceEngine:
 
     def export_stats(self) -> dict[str, float]:
         stats: dict[str, float] = self._call(self.executor.export_stats)
-        return stats
+        return {**stats, "servers_lost": float(len(self.fleet.lost))}

@@ -12,8 +12,15 @@ from typing import Any
 
 from megarl.config.schema import InferenceEngineConfig
 from megarl.errors import EngineError
-from megarl.rollout.api import AcceptFn, ModelRequest, ModelResponse, RolloutWorkflow, Row
-from megarl.rollout.backends.vllm import NO_VERSION
+from megarl.rollout.api import (
+    NO_VERSION,
+    AcceptFn,
+    ModelRequest,
+    ModelResponse,
+    RolloutWorkflow,
+    Row,
+)
+from megarl.rollout.backends import make_client
 from megarl.rollout.client import PauseMode, ServerClient
 from megarl.rollout.engine import RemoteInferenceEngine
 from megarl.rollout.servers import wait_healthy
@@ -109,7 +116,8 @@ class RemoteVLLMEngine:
             return
         config = self.config
         clients = [
-            ServerClient(
+            make_client(
+                config.backend,
                 address,
                 request_timeout_s=config.request_timeout_s,
                 retries=config.request_retries,

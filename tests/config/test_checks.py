@@ -30,6 +30,14 @@ def edit_model(folder, **changes):
         ["actor.world_size=4", "actor.parallel={pp: 2, vpp: 3}"],
         ["actor.world_size=4", "actor.parallel.cp=2"],
         ["vllm.max_model_len=100", "gconfig.max_new_tokens=99"],
+        ["vllm.max_model_len=9", "rollout.backend=sglang", "gconfig.max_new_tokens=99"],
+        ["allocation_mode=sglang:d1t2+megarl:d2t1", "eval_gconfig.top_p=0.9"],
+        ["gconfig={top_p: 0.9, top_k: 50, seed: 1, ignore_eos: true, stop_token_ids: [7]}"],
+        [
+            "rollout.backend=sglang",
+            "gconfig.seed=1",
+            "sglang.enable_deterministic_inference=true",
+        ],
         ["valid_dataset={path: 'reasoning_gym:composite', size: 3}"],
         ["train_dataset.path=owner/name"],  # on the hub: nothing to look at
     ],
@@ -93,7 +101,34 @@ def test_legal_fine_tuning(run_file):
             ["actor.world_size=4", "cluster.n_gpus_per_node=4"],
             r"cluster.n_gpus_per_node: 1 server ranks and 4 trainer ranks need more than .* = 4 ",
         ),
-        (["rollout.backend=sglang"], r"rollout.backend: 'sglang' is not built yet; available: vl"),
+        (
+            ["allocation_mode=sglang:p2+megarl:d1"],
+            r"rollout.parallel.pp: must be 1 with rollout.backend sglang, got 2",
+        ),
+        (
+            ["rollout.backend=sglang", "gconfig.top_p=0.9"],
+            r"gconfig.top_p: 0.9 with rollout.backend sglang, whose logprobs are those before",
+        ),
+        (
+            ["rollout.backend=sglang", "gconfig.top_k=50"],
+            r"gconfig.top_k: 50 with rollout.backend sglang, whose logprobs",
+        ),
+        (
+            ["rollout.backend=sglang", "gconfig.seed=1"],
+            r"gconfig.seed: 1 is ignored by SGLang unless sglang.enable_deterministic_inference",
+        ),
+        (
+            ["rollout.backend=sglang", "eval_gconfig={seed: 1}"],
+            r"eval_gconfig.seed: 1 is ignored by SGLang",
+        ),
+        (
+            ["rollout.backend=sglang", "gconfig={ignore_eos: true, stop_token_ids: [7]}"],
+            r"gconfig.stop_token_ids: with ignore_eos SGLang does not stop at \[7\]",
+        ),
+        (
+            ["rollout.backend=sglang", "sglang.context_length=9", "gconfig.max_new_tokens=9"],
+            r"gconfig.max_new_tokens: 9 leaves no room for a prompt in sglang.context_length 9$",
+        ),
         (["rollout.consumer_batch_size=3"], r"rollout.consumer_batch_size: 3 must equal"),
         (
             ["vllm.max_model_len=100", "gconfig.max_new_tokens=100"],

@@ -15,6 +15,7 @@ from megarl.config.schema import (
     ParallelConfig,
     PPOActorConfig,
     RolloutParallelConfig,
+    SGLangConfig,
     VLLMConfig,
 )
 from megarl.errors import ConfigError
@@ -257,6 +258,7 @@ configs = st.builds(
         stop_token_ids=st.lists(st.integers(), max_size=3),
     ),
     vllm=st.builds(VLLMConfig, extra_args=st.lists(strings, max_size=3)),
+    sglang=st.builds(SGLangConfig, context_length=st.none() | st.integers(1, 1 << 20)),
     stats_logger=st.builds(StatsLoggerConfig, wandb=st.builds(WandbConfig, entity=strings)),
 )
 

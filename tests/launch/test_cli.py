@@ -65,7 +65,7 @@ def test_wrong_usage(arguments):
     ("command", "override", "message"),
     [
         ("train", "actor.parallel.tpp=2", "actor.parallel.tpp: no such option; did you mean 'tp'?"),
-        ("train", "rollout.backend=sglang", "rollout.backend: 'sglang' is not built yet; "),
+        ("train", "sglang.context_len=9", "sglang.context_len: no such option; did you mean 'cont"),
         ("train", "cluster.n_nodes=2", "cluster.n_nodes: this launcher starts"),
         ("train", "allocation_mode=vllm:d1", "allocation_mode: 'vllm:d1': at 'vllm:d1': no trai"),
         ("sft", "gconfig.n_samples=2", "gconfig: no such option; known: "),

@@ -84,6 +84,38 @@ def test_on_gpus_nobody_sees_anothers(rl):
     assert ranks[0].env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
 
+@pytest.fixture
+def sglang(rl, monkeypatch):
+    """The same run with SGLang's servers, of a Python that is not here."""
+    monkeypatch.setenv("MEGARL_ENGINE_PYTHON", "/opt/sglang/bin/python")
+    for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"):
+        monkeypatch.delenv(name, raising=False)
+    return replace(rl, rollout=replace(rl.rollout, backend="sglang"))
+
+
+def test_the_backend_says_whose_servers(sglang):
+    servers, ranks = plan(sglang, "train", RUN_DIR, CPU)
+    for server, port in zip(servers, ranks[0].env["MEGARL_SERVER_ADDRS"].split(","), strict=True):
+        assert server.argv[0] == "/opt/sglang/bin/python"
+        assert server.argv[1].endswith("sglang_cpu/server.py")
+        assert port.removeprefix("127.0.0.1:") in server.argv
+        assert server.argv[server.argv.index("--tp-size") + 1] == "2"
+        assert server.argv[server.argv.index("--load-format") + 1] == "dummy"
+        assert server.env["OMP_NUM_THREADS"] == "1"
+    assert "NCCL_CUMEM_ENABLE" not in ranks[0].env
+    servers, _ = plan(sglang, "evaluate", RUN_DIR, CPU)
+    assert all("auto" in server.argv for server in servers)
+
+
+def test_sglang_and_the_ranks_agree_on_nccl(sglang, rl):
+    servers, ranks = plan(sglang, "train", RUN_DIR, GPUS)
+    assert servers[0].argv[1:3] == ["-m", "sglang.launch_server"]
+    for process in (*servers, *ranks):
+        assert process.env["NCCL_CUMEM_ENABLE"] == process.env["NCCL_NVLS_ENABLE"] == "0"
+    _, ranks = plan(rl, "train", RUN_DIR, GPUS)
+    assert "NCCL_CUMEM_ENABLE" not in ranks[0].env
+
+
 def test_an_evaluation_is_one_client_of_servers_with_weights(rl):
     servers, ranks = plan(rl, "evaluate", RUN_DIR, CPU)
     assert len(servers) == 2

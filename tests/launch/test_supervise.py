@@ -9,6 +9,8 @@ import sys
 import pytest
 from process_trees import until
 
+from megarl.launch.placement import free_ports
+
 LAUNCHER = """\
 import json, os, signal, sys
 from pathlib import Path
@@ -20,7 +22,8 @@ folder, servers, ranks, limits = Path(sys.argv[1]), *map(json.loads, sys.argv[2:
 
 def process(name, argv):
     log = None if name == "rank 0" else folder / f"{name}.log"
-    return Process(name, argv, env=os.environ, log=log)
+    port, argv = (argv[0], argv[1:]) if isinstance(argv[0], int) else (None, argv)
+    return Process(name, argv, env=os.environ, log=log, port=port)
 
 sys.exit(supervise(
     [process(f"server {i}", argv) for i, argv in enumerate(servers)],
@@ -90,9 +93,46 @@ def test_a_server_must_not_end_first(make_tree, tmp_path, code, returned):
     with launch(tmp_path, [server.argv(str(code))], [rank.argv("wait")]) as launcher:
         _, err = launcher.communicate(timeout=60)
     assert launcher.returncode == returned
-    assert f"server 0 ended with exit code {code} before the trainer was done; the end of" in err
+    assert f"server 0 ended with exit code {code} before it was up; the end of" in err
     assert err.endswith("\n  all are there\n")
     assert server.alive() == rank.alive() == []
+
+
+SERVER = """
+import os, socket, sys, time
+listener = socket.create_server(("127.0.0.1", {port}))
+listener.accept()  # the launcher, which looks whether it is up
+open({up!r}, "w").close()
+while not os.path.exists({end!r}): time.sleep(0.01)
+sys.exit(3)
+"""
+RANK = """
+import os, socket, time
+for up, end, port in {servers}:
+    while not os.path.exists(up): time.sleep(0.01)
+for up, end, port in {servers}:
+    open(end, "w").close()
+    while not socket.socket().connect_ex(("127.0.0.1", port)): time.sleep(0.01)
+    print("one less", flush=True)
+while True: time.sleep(1)
+"""
+
+
+def test_a_run_goes_on_without_a_server_that_was_up(tmp_path):
+    """And ends with the last one."""
+    places = [
+        (str(tmp_path / f"up {i}"), str(tmp_path / f"end {i}"), port)
+        for i, port in enumerate(free_ports(2))
+    ]
+    servers = [
+        [port, *script(SERVER.format(port=port, up=up, end=end))] for up, end, port in places
+    ]
+    with launch(tmp_path, servers, [script(RANK.format(servers=places))]) as launcher:
+        out, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == 3
+    assert out.startswith("one less\n")
+    for i in range(2):
+        assert f"server {i} ended with exit code 3 before the trainer was done" in err
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from megarl.config.schema import GenerationHyperparameters, InferenceEngineConfi
 from megarl.errors import EngineError
 from megarl.rollout import workflow_context
 from megarl.rollout.api import ModelRequest, ModelResponse, RolloutWorkflow
-from megarl.rollout.client import ServerClient
+from megarl.rollout.backends.vllm import VLLMClient
 from megarl.rollout.engine import RemoteInferenceEngine
 from megarl.rollout.workflows.rlvr import RLVRWorkflow, to_trajectory
 
@@ -100,7 +100,7 @@ def make_engine(server):
     engines = []
 
     def make(*, batch_size=4, dump_dir=None, **config):
-        client = ServerClient(server.address, request_timeout_s=WAIT_S, retries=0)
+        client = VLLMClient(server.address, request_timeout_s=WAIT_S, retries=0)
         engine = RemoteInferenceEngine(
             InferenceEngineConfig(**config), [client], batch_size=batch_size, dump_dir=dump_dir
         )
@@ -357,8 +357,8 @@ def test_finished_trajectories_are_dumped(make_engine, tmp_path):
 
 def test_a_dead_server_ends_what_waits_for_it(make_engine, server, monkeypatch):
     """Its connections stay open and unanswered, as vLLM's do when its engine died."""
-    monkeypatch.setattr("megarl.rollout.engine.HEALTH_INTERVAL_S", 0.05)
-    monkeypatch.setattr("megarl.rollout.engine.UNHEALTHY_LIMIT_S", 0.5)
+    monkeypatch.setattr("megarl.rollout.fleet.HEALTH_INTERVAL_S", 0.05)
+    monkeypatch.setattr("megarl.rollout.fleet.UNHEALTHY_LIMIT_S", 0.5)
     engine = make_engine(batch_size=1)
     engine.start_health_watch()
     assert engine.prepare_batch(Rows(1), Echo())["rewards"].tolist() == [0.0]

@@ -6,18 +6,25 @@ import pytest
 from fake_server import FakeServer
 from tiny_server import LoopThread, free_port
 
+from megarl.config.schema import GenerationHyperparameters
 from megarl.errors import EngineError, EngineTimeout
-from megarl.rollout.client import ServerClient
+from megarl.rollout.api import GenerateChunk, ModelRequest
+from megarl.rollout.backends.vllm import VLLMClient
 from megarl.rollout.servers import wait_healthy
 
 PATH = "/inference/v1/generate"
+
+
+def one_token(loop):
+    request = ModelRequest(input_ids=[1])
+    return loop.clients[0].generate(request, GenerationHyperparameters(), 1)
 
 
 @pytest.fixture
 def server():
     loop = LoopThread([])
     fake = FakeServer(loop)
-    loop.clients = [ServerClient(fake.address, request_timeout_s=30.0, retries=2)]
+    loop.clients = [VLLMClient(fake.address, request_timeout_s=30.0, retries=2)]
     yield loop, fake
     fake.close()
     loop.close()
@@ -40,16 +47,16 @@ def test_a_late_answer_says_who_what_and_how_long(server):
 def test_a_generation_is_asked_again_when_its_connection_breaks(server):
     loop, fake = server
     fake.dropped = 2
-    assert loop.run(loop.clients[0].generate(PATH, {"token_ids": [1]})) == {"path": PATH}
+    assert loop.run(one_token(loop)) == GenerateChunk([7], [-0.5], [3], "length")
     assert loop.clients[0].num_retries == 2
-    assert fake.bodies == [{"token_ids": [1]}] * 3
+    assert [body["token_ids"] for body in fake.bodies] == [[1]] * 3
 
 
 def test_a_generation_is_asked_again_only_so_often(server):
     loop, fake = server
     fake.dropped = 3
     with pytest.raises(EngineError, match=f"{fake.address}: POST {PATH}"):
-        loop.run(loop.clients[0].generate(PATH, {}))
+        loop.run(one_token(loop))
     assert len(fake.asked) == 3
 
 
@@ -57,7 +64,7 @@ def test_a_refused_generation_is_not_asked_again(server):
     loop, fake = server
     fake.failing[PATH] = 500
     with pytest.raises(EngineError, match="status 500"):
-        loop.run(loop.clients[0].generate(PATH, {}))
+        loop.run(one_token(loop))
     assert len(fake.asked) == 1
 
 
@@ -73,8 +80,7 @@ def test_many_requests_are_under_way_at_a_time(server):
     """aiohttp's own limit is 100."""
     loop, fake = server
     fake.hanging.add(PATH)
-    client = loop.clients[0]
-    running = [loop.start(client.generate(PATH, {})) for _ in range(150)]
+    running = [loop.start(one_token(loop)) for _ in range(150)]
 
     async def all_arrived():
         while len(fake.asked) < 150:  # noqa: ASYNC110

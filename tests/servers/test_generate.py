@@ -8,15 +8,14 @@ from tiny_server import byte_tokenizer, generate
 from megarl.config.schema import GenerationHyperparameters
 from megarl.errors import EngineError
 from megarl.rollout.api import ModelRequest
-from megarl.rollout.backends.vllm import generate_payload, parse_generate
 
 PROMPT = byte_tokenizer()("2 + 3 = ").input_ids
 
 
 def ask(vllm_loop, num_tokens, **options):
     gconfig = GenerationHyperparameters(**options)
-    path, payload = generate_payload(ModelRequest(input_ids=PROMPT), gconfig, num_tokens)
-    return parse_generate(vllm_loop.run(vllm_loop.clients[0].generate(path, payload)))
+    request = ModelRequest(input_ids=PROMPT)
+    return vllm_loop.run(vllm_loop.clients[0].generate(request, gconfig, num_tokens))
 
 
 def test_the_server_is_healthy_and_has_one_worker(vllm_loop):
@@ -39,9 +38,9 @@ def test_seeded_prompts_of_more_tokens_than_a_step_takes_do_not_end_the_engine(v
             for seed in range(60):
                 gconfig = GenerationHyperparameters(seed=seed)
                 request = ModelRequest(input_ids=[*PROMPT * 6, seed])
-                asked.append(vllm_loop.clients[0].generate(*generate_payload(request, gconfig, 2)))
+                asked.append(vllm_loop.clients[0].generate(request, gconfig, 2))
             answers = [tasks.create_task(one) for one in asked]
-        return [parse_generate(task.result()) for task in answers]
+        return [task.result() for task in answers]
 
     assert len(PROMPT) * 6 * 60 > 2048
     assert all(chunk.tokens for chunk in vllm_loop.run(all_at_once()))
