@@ -1,4 +1,5 @@
-"""Boxes of a model's parameters into a bucket and back, and fp8 blocks: pack.py and fp8.py.
+"""Boxes of a model's parameters into a bucket and back, fp8 blocks, and a round of the bridge:
+ops/pack.py, ops/fp8.py and bridge/transport.py.
 
 What one tensor-parallel rank of four takes of the sender's whole parameters: rows of column-
 parallel layers, columns of row-parallel ones, norms whole. An error is a number of elements that
@@ -13,6 +14,12 @@ import torch
 from timing import Bench, Variant
 from torch import Tensor
 
+from megarl.bridge.boxes import Box as PlanBox
+from megarl.bridge.boxes import Held, tensor_2d
+from megarl.bridge.plan import make_plan
+from megarl.bridge.rounds import DIGEST_BYTES
+from megarl.bridge.transport import Outgoing
+from megarl.bridge.wire import digest_on_device
 from megarl.ops.fp8 import FP8_BLOCK, FP8_LEAST_AMAX, FP8_MAX, quantize_fp8_blocks
 from megarl.ops.pack import Box, PackTable
 
@@ -98,6 +105,10 @@ def run(bench: Bench) -> None:
             case.pack()
             case.unpack()
             del case  # before the next one's parameters are there too
+    if bench.is_late():
+        bench.skip("round", "", "megarl", "skipped: no time left")
+    else:
+        _pack_round(bench, model)
     for dtype in (torch.bfloat16, torch.float32):
         _quantize(bench, f"1 matrix {list(matrix)}", [matrix], dtype)
     layers = [
@@ -228,6 +239,89 @@ class _Boxes:
 def _copy_each(to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
     for a, b in zip(to, source, strict=True):
         a.copy_(b)
+
+
+# ---------------------------------------------------------------- a round of the bridge
+
+
+def _pack_round(bench: Bench, model: _Model) -> None:
+    """The first round of a trainer rank with a quarter of a model, for eight workers' halves.
+
+    256 MiB in boxes of 64 KiB, as for so many ranks; with the messages' digests.
+    """
+    names, tensors = [], []
+    for i, part in enumerate(_parameters(model)):
+        shape = part.sliced(torch.empty(part.shape, device="meta")).shape
+        tensors.append(torch.empty(shape, dtype=torch.bfloat16, device=bench.device))
+        tensors[-1].normal_(generator=bench.generator(i))
+        names.append(f"{i}")
+    held = dict(zip(names, tensors, strict=True))
+    sizes = {name: tensor_2d(tensor.shape, 2) for name, tensor in held.items()}
+    trainer = {name: Held((size.box,), ((0,),)) for name, size in sizes.items()}
+    workers = {}
+    for (name, size), part in zip(sizes.items(), _parameters(model), strict=True):
+        boxes = _eighths(size.rows, size.columns, part.cut)
+        holders = tuple((k,) for k in range(8)) if len(boxes) == 8 else (tuple(range(8)),)
+        workers[name] = Held(boxes, holders)
+    bucket_bytes = 1 << (20 if bench.is_quick else 28)
+    plan = make_plan(
+        *(sizes, trainer, workers),
+        **{"num_sources": 1, "num_workers": 8},
+        **{"bucket_bytes": bucket_bytes, "piece_bytes": 1 << 16},
+    )
+
+    def sources(name: str, box: PlanBox) -> list[Box]:
+        return [Box(held[name], rows=box[:2], columns=box[2:])]
+
+    outgoing = Outgoing(plan, 0, sources, bench.device)
+    round_ = outgoing.rounds[0]
+    messages = round_.messages
+    views = [[sources(i.name, i.box)[0].view() for i in m.items] for m in messages]
+
+    def each() -> list[Tensor]:
+        made = []
+        for message, of_message in zip(messages, views, strict=True):
+            num_bytes = message.num_bytes + DIGEST_BYTES
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=bench.device)
+            for item, view in zip(message.items, of_message, strict=True):
+                to = buffer[item.start : item.start + item.num_bytes]
+                to.view(view.dtype).view(view.shape).copy_(view)
+            buffer[-DIGEST_BYTES:] = digest_on_device(buffer[:-DIGEST_BYTES]).view(1).view(to.dtype)
+            made.append(buffer)
+        return made
+
+    num_bytes = sum(message.num_bytes for message in messages)
+    num_boxes = sum(len(message.items) for message in messages)
+    shape = f"{num_boxes} boxes in {len(messages)} messages, {num_bytes / 1e6:.1f} MB"
+
+    def checked(bucket: object) -> float:
+        assert isinstance(bucket, Tensor)
+        parts = [part for _, part in round_.parts(bucket)]
+        wrong = sum(_differing(a, b) for a, b in zip(parts, each(), strict=True))
+        return bench.check(f"round {shape}", wrong, 0)
+
+    bench.compare(
+        "round",
+        shape,
+        [
+            Variant("megarl", lambda: outgoing.packed(0), measure=checked, is_ours=True),
+            _copy(bench, 2 * num_bytes),
+            Variant("copy_ of each box", each),
+        ],
+        gigabytes=2 * num_bytes / 1e9,
+        writes=True,
+    )
+
+
+def _eighths(rows: int, columns: int, cut: int | None) -> tuple[PlanBox, ...]:
+    """Of a tensor along the axis that it is cut on."""
+    if cut is None:
+        return (PlanBox(0, rows, 0, columns),)
+    size = (rows, columns)[cut]
+    edges = [(size * k // 8, size * (k + 1) // 8) for k in range(8)]
+    if cut == 0:
+        return tuple(PlanBox(a, b, 0, columns) for a, b in edges)
+    return tuple(PlanBox(0, rows, a, b) for a, b in edges)
 
 
 # ---------------------------------------------------------------- fp8

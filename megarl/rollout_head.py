@@ -10,14 +10,11 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from megarl import platform
-from megarl.bridge.disk import DiskSender
-from megarl.bridge.sender import BroadcastSender, WeightSender
 from megarl.config.run import GRPOConfig
 from megarl.data.datasets import load_rows
 from megarl.data.prompts import PromptStream
 from megarl.rollout.api import RolloutWorkflow
-from megarl.rollout.client import ServerClient
+from megarl.rollout.backends import make_client
 from megarl.rollout.engine import RemoteInferenceEngine
 from megarl.rollout.reward_worker import load_function
 from megarl.rollout.rewards import RewardPool
@@ -58,7 +55,8 @@ class RolloutHead:
             on_failure=reward.on_failure,
         )
         clients = [
-            ServerClient(
+            make_client(
+                config.rollout.backend,
                 address,
                 request_timeout_s=config.rollout.request_timeout_s,
                 retries=config.rollout.request_retries,
@@ -104,23 +102,6 @@ class RolloutHead:
 
         self.engine.run(all_healthy(), timeout_s=self.config.rollout.setup_timeout_s + 60)
         self.engine.start_health_watch()
-
-    def make_sender(self) -> WeightSender:
-        update = self.config.weight_update
-        if update.mode == "disk":
-            return DiskSender(
-                self.engine,
-                folder=self.run_dir / "weights",
-                pause=update.pause,
-                timeout_s=update.timeout_s,
-            )
-        return BroadcastSender(
-            self.engine,
-            bucket_bytes=update.bucket_bytes,
-            pause=update.pause,
-            timeout_s=update.timeout_s,
-            device=platform.device(),
-        )
 
     def evaluate(self) -> Evaluation:
         """The held-out rows under the servers' present weights."""

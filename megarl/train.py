@@ -26,7 +26,7 @@ from megarl.actor.coordinator import DistRolloutCoordinator, open_rollout, total
 from megarl.actor.engine import MegatronEngine
 from megarl.actor.policy import PPOActor
 from megarl.actor.recover import Recovery
-from megarl.actor.weight_push import make_sender, push_weights
+from megarl.actor.weight_push import make_pusher, push_weights
 from megarl.config.load import load
 from megarl.config.run import BaseExperimentConfig, GRPOConfig
 from megarl.parallel import Mesh
@@ -53,14 +53,14 @@ def train(config: GRPOConfig, run_dir: Path, addresses: list[str], mesh: Mesh) -
         checkpoints = Checkpointer(config, run_dir, engine, steps_per_epoch)
         recovery = Recovery(config, run_dir, engine, steps_per_epoch)
         evaluations = Frequency(config.evaluator, steps_per_epoch)
-        sender = make_sender(config.weight_update, head, engine)
-        sender.connect()
+        servers, weights_dir = head.engine if head else None, run_dir / "weights"
+        pusher = make_pusher(config.weight_update, servers, engine, folder=weights_dir)
 
         prompts = head.prompts if head else None
         first = recovery.restore(prompts, head)
         coordinator.num_batches = first
         report.start(steps, after=first)
-        push_weights(engine, head, sender, version=first)
+        push_weights(engine, head, pusher, version=first)
         evaluates = config.valid_dataset is not None
         if head and evaluates and config.evaluator.at_start and first == 0:
             report.evaluation(0, head.evaluate())
@@ -80,7 +80,7 @@ def train(config: GRPOConfig, run_dir: Path, addresses: list[str], mesh: Mesh) -
                 stats.scalar(**actor.ppo_update(batch))
                 engine.step_lr_scheduler()
             with stats.record_timing("update_weights"):
-                stats.scalar(**push_weights(engine, head, sender, version=step))
+                stats.scalar(**push_weights(engine, head, pusher, version=step))
             with stats.record_timing("save"):
                 checkpoints.after_step(step, last=step == steps)
             report.step(step, stats.export(mesh.cpu_group), pool_stats)
@@ -91,7 +91,7 @@ def train(config: GRPOConfig, run_dir: Path, addresses: list[str], mesh: Mesh) -
             with stats.record_timing("checkpoint_for_recover"):
                 recovery.after_step(step, prompts, head)
         recovery.finish()
-        sender.close()
+        pusher.close()
 
 
 @contextmanager

@@ -11,6 +11,8 @@ import json
 import math
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from megarl.actor.engine import DTYPES, MegatronEngine
 from megarl.actor.micro_batch import Batch
 from megarl.actor.state import latest_state
 from megarl.actor.weights_state import load_weights
+from megarl.bridge.push import Pusher, Together
 from megarl.bridge.sender import BroadcastSender
 from megarl.config.load import load
 from megarl.config.run import GRPOConfig
@@ -34,7 +37,7 @@ from megarl.model.layout import Piece
 from megarl.model.weights import SafetensorsFolder
 from megarl.parallel import Mesh
 from megarl.rollout.api import ModelRequest, ModelResponse
-from megarl.rollout.client import ServerClient
+from megarl.rollout.backends import make_client
 from megarl.rollout.engine import RemoteInferenceEngine
 from megarl.rollout.servers import wait_healthy
 from megarl.rollout.workflows.rlvr import to_trajectory
@@ -256,11 +259,13 @@ def _compare_with_servers(
     """Push the weights, sample some tokens, and compute their logprobs here."""
     checks: list[Check] = []
     shared: list[Any] = [None]
-    if mesh.rank == 0:
-        checks, shared[0] = _push_and_sample(config, engine, addresses)
-    else:
-        for _ in engine.export:
-            raise AssertionError("only rank 0 is given tensors")
+    with _servers(config, addresses if mesh.rank == 0 else []) as servers:
+        sent = _push(config, engine, servers)
+        if servers is not None:
+            checks.append(_compare_digests(config, servers, sent))
+            sampled = _sample(config, servers, engine, len(addresses))
+            responses = servers.run(sampled, None)
+            shared[0] = concat_padded([to_trajectory(response, 0.0) for response in responses])
     dist.broadcast_object_list(shared, 0, group=mesh.cpu_group)
     batch: Batch = shared[0]
     logp = engine.forward(batch)
@@ -270,19 +275,23 @@ def _compare_with_servers(
     mask[:, -1] = False
     gap = (logp - batch["logprobs"].roll(-1, dims=1))[mask].abs()
     bound = _FLOAT32_LOGPROB if engine.config.dtype == "float32" else _BF16_SERVER_LOGPROB
-    if engine.config.dtype != config.vllm.dtype:
+    if engine.config.dtype != config.engine.dtype:
         bound = _BF16_SERVER_LOGPROB
     detail = f"nats, mean {gap.mean().item():.2g}, {int(mask.sum())} sampled tokens"
     checks.append(Check("logprobs, trainer - server", gap.max().item(), bound, detail))
     return checks
 
 
-def _push_and_sample(
-    config: GRPOConfig, engine: MegatronEngine, addresses: list[str]
-) -> tuple[list[Check], Batch]:
+@contextmanager
+def _servers(config: GRPOConfig, addresses: list[str]) -> Iterator[RemoteInferenceEngine | None]:
+    """All of them, healthy; None if there are none."""
+    if not addresses:
+        yield None
+        return
     options = config.rollout
     clients = [
-        ServerClient(
+        make_client(
+            options.backend,
             f"http://{address}",
             request_timeout_s=options.request_timeout_s,
             retries=options.request_retries,
@@ -296,37 +305,52 @@ def _push_and_sample(
             waited = wait_healthy(client.address, options.setup_timeout_s)
             servers.run(waited, options.setup_timeout_s + 60)
         servers.start_health_watch()
-        update = config.weight_update
-        sender = BroadcastSender(
-            servers,
-            bucket_bytes=update.bucket_bytes,
-            pause=update.pause,
-            timeout_s=update.timeout_s,
-            device=platform.device(),
-        )
-        sent: dict[str, int] = {}
-        sender.push(engine.export, 1, digests=sent)
-        servers.set_version(1)
-        held = [servers.run(c.weight_digests(), update.timeout_s) for c in clients]
-        sender.close()
-        responses = servers.run(_sample(config, servers, engine, len(clients)), None)
+        yield servers
     finally:
         servers.destroy()
+
+
+def _push(
+    config: GRPOConfig, engine: MegatronEngine, servers: RemoteInferenceEngine | None
+) -> dict[str, int]:
+    """The weights, gathered, into every server; a digest of each tensor, on rank 0. Collective."""
+    update, sent = config.weight_update, dict[str, int]()
+    together = Together(engine.mesh.cpu_group)
+    sender = BroadcastSender(
+        servers,
+        together,
+        bucket_bytes=update.bucket_bytes,
+        timeout_s=update.timeout_s,
+        device=platform.device(),
+        digests=sent,
+    )
+    pusher = Pusher(servers, sender, together, pause=update.pause, timeout_s=update.timeout_s)
+    pusher.push(engine.export, 1)
+    if servers is not None:
+        servers.set_version(1)
+    pusher.close()
+    return sent
+
+
+def _compare_digests(
+    config: GRPOConfig, servers: RemoteInferenceEngine, sent: dict[str, int]
+) -> Check:
+    limit = config.weight_update.timeout_s
+    held = [servers.run(client.weight_digests(), limit) for client in servers.clients]
     wrong, workers = [], [digests for server in held for digests in server]
     for digests in workers:
         wrong += [name for name in sent if digests.get(name) != sent[name]]
     detail = (
         _named(sorted(set(wrong))) if wrong else f"{len(sent)} tensors x {len(workers)} workers"
     )
-    check = Check("weights at the servers, tensors that differ", len(wrong), 0, detail)
-    return [check], concat_padded([to_trajectory(response, 0.0) for response in responses])
+    return Check("weights at the servers, tensors that differ", len(wrong), 0, detail)
 
 
 async def _sample(
     config: GRPOConfig, servers: RemoteInferenceEngine, engine: MegatronEngine, num_servers: int
 ) -> list[ModelResponse]:
     """A few responses of every server, sampled as the run samples."""
-    room = (config.vllm.max_model_len or 1 << 30) - config.gconfig.max_new_tokens
+    room = (config.engine.max_model_len or 1 << 30) - config.gconfig.max_new_tokens
     length = max(1, min(16, room))
     gconfig = config.gconfig.new(
         n_samples=1,

@@ -37,8 +37,10 @@ ENGINES = {"vllm", "sglang"}  # imported inside their own servers only, from her
 IN_ENGINES = "bridge/engines"
 ENGINES_MAY_USE = ("megarl.errors",)  # and of the bridge:
 ENGINES_MAY_USE += tuple(
-    f"megarl.bridge.{x}" for x in ("boxes", "group", "plan", "transport", "wire")
+    f"megarl.bridge.{x}"
+    for x in ("boxes", "group", "needs", "partial", "plan", "rounds", "transport", "wire")
 )
+ENGINES_MAY_USE += ("megarl.ops.pack",)  # torch alone where there are no kernels
 PARALLEL_STATE = "megatron.core.parallel_state"  # called by parallel.py only
 
 ROOT = Path(megarl.__file__).parent

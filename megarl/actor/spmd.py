@@ -9,7 +9,7 @@
         ...
 
 All that computes is in the parts it holds: MegatronEngine, PPOActor, ScriptCoordinator, a
-WeightSender. Every rank runs the same script; every method is collective over the world unless
+Pusher. Every rank runs the same script; every method is collective over the world unless
 it says otherwise.
 """
 
@@ -20,7 +20,6 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl import platform
 from megarl.actor import world
 from megarl.actor.checkpoint import save_hf
 from megarl.actor.coordinator import ScriptCoordinator
@@ -29,10 +28,9 @@ from megarl.actor.meta import FinetuneSpec, ParallelStrategy, SaveLoadMeta, Weig
 from megarl.actor.micro_batch import Batch
 from megarl.actor.policy import PPOActor
 from megarl.actor.state import StateWriter, latest_state, load_state
-from megarl.actor.weight_push import ExportOnly
-from megarl.bridge.disk import DiskSender
-from megarl.bridge.sender import BroadcastSender, WeightSender
-from megarl.config.schema import PPOActorConfig, TrainEngineConfig
+from megarl.actor.weight_push import make_pusher
+from megarl.bridge.push import Pusher
+from megarl.config.schema import PPOActorConfig, TrainEngineConfig, WeightUpdateConfig
 from megarl.errors import CheckpointError
 from megarl.model.weights import load_hf
 from megarl.parallel import Mesh
@@ -94,7 +92,7 @@ class MegatronPPOActor:
         self._policy: PPOActor | None = None
         self._rollout: RemoteVLLMEngine | None = None
         self._coordinator: ScriptCoordinator | None = None
-        self._sender: WeightSender | None = None
+        self._pusher: Pusher | None = None
         self._sends_as: WeightUpdateMeta | None = None
         self._batch_stats: dict[str, float] = {}
 
@@ -138,9 +136,9 @@ class MegatronPPOActor:
 
     def destroy(self) -> None:
         """Let go of the model and the servers; the last one ends the process group."""
-        if self._sender is not None:
-            self._sender.close()
-        self._engine = self._policy = self._sender = self._coordinator = self._rollout = None
+        if self._pusher is not None:
+            self._pusher.close()
+        self._engine = self._policy = self._pusher = self._coordinator = self._rollout = None
         if self._mesh is not None:
             self._mesh = None
             world.leave()
@@ -195,10 +193,20 @@ class MegatronPPOActor:
         """
         self._rollout = engine
         self._coordinator = ScriptCoordinator(engine, self)
-        if self._sender is not None:
-            self._sender.close()
-        self._sender, self._sends_as = self._make_sender(engine, meta), meta
-        self._sender.connect()
+        if self._pusher is not None:
+            self._pusher.close()
+        self._pusher = make_pusher(
+            WeightUpdateConfig(
+                mode="disk" if meta.type == "disk" else "auto",
+                bucket_bytes=meta.weight_chunked_mem_mb << 20,
+                pause=meta.pause,
+                timeout_s=meta.timeout_s,
+            ),
+            engine.engine if engine.is_head else None,
+            self.engine,
+            folder=Path(meta.path) if meta.path else None,
+        )
+        self._sends_as = meta
         self._push(self.engine.version)
 
     def update_weights(self, meta: WeightUpdateMeta) -> None:
@@ -219,28 +227,11 @@ class MegatronPPOActor:
         self._push(self.engine.version + 1 if meta.version is None else meta.version)
 
     def _push(self, version: int) -> None:
-        sender, rollout = self._sender, _made(self._rollout, "connect_engine")
-        _made(sender, "connect_engine").push(self.engine.export, version)
+        pusher, rollout = self._pusher, _made(self._rollout, "connect_engine")
+        _made(pusher, "connect_engine").push(self.engine.export, version)
         if rollout.is_head:
             rollout.on_pushed(version)
         dist.barrier(group=self.cpu_group)
-
-    def _make_sender(self, rollout: RemoteVLLMEngine, meta: WeightUpdateMeta) -> WeightSender:
-        if not rollout.is_head:
-            return ExportOnly()
-        if meta.type == "disk":
-            assert meta.path is not None, "WeightUpdateMeta requires it"
-            folder = Path(meta.path)
-            return DiskSender(
-                rollout.engine, folder=folder, pause=meta.pause, timeout_s=meta.timeout_s
-            )
-        return BroadcastSender(
-            rollout.engine,
-            bucket_bytes=meta.weight_chunked_mem_mb << 20,
-            pause=meta.pause,
-            timeout_s=meta.timeout_s,
-            device=platform.device(),
-        )
 
     def set_version(self, version: int) -> None:
         """The model's weights are `version`. Not collective."""

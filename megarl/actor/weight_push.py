@@ -1,54 +1,69 @@
 """New weights from every rank of the trainer into every server: which way, and the push."""
 
-from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megarl import platform
 from megarl.actor.engine import MegatronEngine
-from megarl.bridge.sender import PushStats, WeightSender
+from megarl.bridge.disk import DiskSender
+from megarl.bridge.push import Pusher, ServerPool, Together, WeightSender, ask_all
+from megarl.bridge.sender import BroadcastSender
 from megarl.bridge.sharded import ShardedSender
 from megarl.config.schema import WeightUpdateConfig
 from megarl.model.weights import LocalTensors
 from megarl.rollout_head import RolloutHead
 
 
-class ExportOnly:
-    """The sender of a rank whose weights pass rank 0's: it takes part in the export."""
+def make_pusher(
+    update: WeightUpdateConfig,
+    servers: ServerPool | None,
+    engine: MegatronEngine,
+    *,
+    folder: Path | None = None,
+) -> Pusher:
+    """This rank's, not connected yet. Collective.
 
-    def connect(self) -> None:
-        pass
+    Args:
+      servers: on rank 0, healthy; None on the others.
+      folder: of mode disk, as trainer and servers see it.
 
-    def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> PushStats:
-        for _ in weights:
-            raise AssertionError("only rank 0 is given tensors")
-        return PushStats(0, 0.0, 0.0)
-
-    def close(self) -> None:
-        pass
-
-
-def make_sender(
-    update: WeightUpdateConfig, head: RolloutHead | None, engine: MegatronEngine
-) -> WeightSender:
-    """This rank's sender, not connected yet. Every rank has one."""
-    if update.mode == "sharded":
-        return ShardedSender(
-            head.engine if head is not None else None,
+    Raises:
+      WeightUpdateError: mode auto, and a server does not answer.
+    """
+    together = Together(engine.mesh.cpu_group)
+    mode = update.mode
+    if mode == "auto":
+        mode = together.from_rank_0(together("say what they can", lambda: _best_mode(servers)))
+    sender: WeightSender
+    if mode == "disk":
+        assert folder is not None, "mode disk needs a folder"
+        sender = DiskSender(servers, together, folder=folder, timeout_s=update.timeout_s)
+    elif mode == "sharded":
+        sender = ShardedSender(
+            servers,
             LocalTensors(engine.chunks, engine.spec, engine.mesh),
-            cpu_group=engine.mesh.cpu_group,
+            together,
             bucket_bytes=update.bucket_bytes,
-            pause=update.pause,
+            timeout_s=update.timeout_s,
+            device=platform.device(),
+            overlap=update.overlap,
+        )
+    else:
+        sender = BroadcastSender(
+            servers,
+            together,
+            bucket_bytes=update.bucket_bytes,
             timeout_s=update.timeout_s,
             device=platform.device(),
         )
-    return head.make_sender() if head is not None else ExportOnly()
+    return Pusher(servers, sender, together, pause=update.pause, timeout_s=update.timeout_s)
 
 
 def push_weights(
-    engine: MegatronEngine, head: RolloutHead | None, sender: WeightSender, *, version: int
+    engine: MegatronEngine, head: RolloutHead | None, pusher: Pusher, *, version: int
 ) -> dict[str, float]:
     """The engine's weights into every server, as `version`. Collective over the world.
 
@@ -58,7 +73,7 @@ def push_weights(
     """
     if head is not None:
         head.engine.pause()
-    pushed = sender.push(engine.export, version)
+    pushed = pusher.push(engine.export, version)
     if head is not None:
         head.engine.set_version(version)
         head.engine.resume()
@@ -66,6 +81,14 @@ def push_weights(
     num_bytes = torch.tensor([pushed.num_bytes])
     dist.all_reduce(num_bytes, group=engine.mesh.cpu_group)
     stats = {"bridge/bytes_sent": float(num_bytes), "bridge/pause_s": pushed.pause_s}
-    if isinstance(sender, ShardedSender):
-        stats["bridge/bytes_optimal"] = float(sender.plan.bytes_needed())
+    if isinstance(pusher.sender, ShardedSender):
+        stats["bridge/bytes_optimal"] = float(pusher.sender.plan.bytes_needed())
     return stats
+
+
+def _best_mode(servers: ServerPool | None) -> Literal["sharded", "broadcast"] | None:
+    """What every server can do; None on other ranks than 0."""
+    if servers is None:
+        return None
+    have_agents = ask_all(servers, "say what they can", lambda c: c.has_agent(), 60.0)
+    return "sharded" if all(have_agents) else "broadcast"

@@ -8,7 +8,6 @@ nothing of megarl in the servers (on a CPU it does, for vLLM's reload to be righ
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -16,58 +15,92 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megarl.bridge.sender import PushStats, ServerPool, ask_all, paused
-from megarl.rollout.client import PauseMode
+from megarl.bridge.push import ServerPool, Together, ask_all, ask_each
+from megarl.errors import EngineError
+from megarl.rollout.api import NO_VERSION
+from megarl.rollout.client import ServerClient
 
 MAX_SHARD_BYTES = 5 << 30
 INDEX_NAME = "model.safetensors.index.json"
 
 
 class DiskSender:
-    """A `WeightSender`. After a failed push a server may be unable to go on: start it again.
+    """A `WeightSender`. Only rank 0 writes.
 
     Args:
-      engine: the servers' clients and their loop.
+      servers: on rank 0, the servers' clients and their loop; None on the others.
       folder: the sender's own; trainer and servers see it under one path.
-      pause: what requests in flight do meanwhile, see ServerClient.pause.
       timeout_s: one request.
     """
 
     def __init__(
-        self, engine: ServerPool, *, folder: Path, pause: PauseMode, timeout_s: float
+        self, servers: ServerPool | None, together: Together, *, folder: Path, timeout_s: float
     ) -> None:
-        self._engine, self._folder = engine, folder.absolute()
-        self._pause, self._timeout_s = pause, timeout_s
+        self._servers, self._together = servers, together
+        self._folder, self._timeout_s = folder.absolute(), timeout_s
+        self._num_bytes = 0
+        self._has_begun = False
 
-    def connect(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
+    def prepare(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Write them."""
 
-    def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> PushStats:
-        """Write, pause, have every server read, resume. WeightUpdateError if one failed."""
-        started = time.perf_counter()
-        target = self._folder / f"version_{version}"
-        partial = self._folder / f"partial_{version}"
-        for old in (partial, target):  # of a run that this one goes on with
-            shutil.rmtree(old, ignore_errors=True)
-        partial.mkdir(parents=True)
-        num_bytes = write_safetensors(weights, partial, max_shard_bytes=MAX_SHARD_BYTES)
-        partial.rename(target)
-        paused_at = time.perf_counter()
-        with paused(self._engine, self._pause, self._timeout_s):
+        def write() -> None:
+            if self._servers is None:
+                for _ in weights:
+                    raise AssertionError("only rank 0 is given tensors")
+                return
+            target, partial = self._target(version), self._folder / f"partial_{version}"
+            for old in (partial, target):  # of a run that this one goes on with
+                shutil.rmtree(old, ignore_errors=True)
+            partial.mkdir(parents=True)
+            self._num_bytes = write_safetensors(weights, partial, max_shard_bytes=MAX_SHARD_BYTES)
+            partial.rename(target)
+
+        self._together("write the weights", write)
+
+    def send(self, version: int) -> int:
+        """Have every server read."""
+        self._has_begun = True
+
+        def read() -> int:
+            if self._servers is None:
+                return 0
+            target = self._target(version)
             ask_all(
-                self._engine,
+                self._servers,
                 f"load {target}",
                 lambda c: c.load_from_disk(str(target), version, self._timeout_s),
                 self._timeout_s,
             )
-        ended = time.perf_counter()
-        for old in self._folder.glob("version_*"):
-            if old != target:
-                shutil.rmtree(old)
-        return PushStats(num_bytes, ended - started, ended - paused_at)
+            for old in self._folder.glob("version_*"):
+                if old != target:
+                    shutil.rmtree(old)
+            return self._num_bytes
+
+        num_bytes = self._together("have the weights read", read)
+        self._has_begun = False
+        return num_bytes
+
+    def abandon(self, timeout_s: float) -> dict[ServerClient, EngineError]:
+        if self._servers is None:
+            return {}
+        clients = self._servers.clients
+        begun, self._has_begun = self._has_begun, False
+
+        async def end(client: ServerClient) -> None:
+            if begun:
+                await client.set_version(NO_VERSION, timeout_s)
+            await client.health(timeout_s)
+
+        answers = ask_each(self._servers, clients, end, timeout_s)
+        found = zip(clients, answers, strict=True)
+        return {client: answer for client, answer in found if isinstance(answer, EngineError)}
 
     def close(self) -> None:
         """The last version stays: servers may read it again."""
+
+    def _target(self, version: int) -> Path:
+        return self._folder / f"version_{version}"
 
 
 def write_safetensors(

@@ -3,10 +3,12 @@
 It stands beside torch.distributed's default group, which it neither needs nor touches: a
 server has one of its own. gloo on a CPU, NCCL on a GPU. A broadcast's source is rank 0, and
 there may be other trainer ranks that send to single workers. Every wait
-ends; what it ends with names who was awaited. Imports torch only: this file also runs inside
-the servers.
+ends; what it ends with names who was awaited. A rank that cannot go on says so to all by
+`give_up`, and nobody waits for it any longer than a second. Imports torch only: this file also
+runs inside the servers.
 """
 
+import contextlib
 import socket
 import threading
 import time
@@ -21,6 +23,13 @@ from torch import Tensor
 SOURCE_RANK = 0
 _POLL_S = 0.0005
 _MEMBER_POLL_S = 0.02
+_GIVEN_UP = "given up"
+_MOST_WORDS = 2000
+_GIVEN_UP_POLL_S = 1.0  # of 1,024 ranks: a thousand small requests a second to rank 0
+
+
+class GivenUp(RuntimeError):
+    """Another rank has given this group up; its words."""
 
 
 class WeightGroup:
@@ -30,6 +39,11 @@ class WeightGroup:
         self.rank, self.timeout_s = rank, timeout_s
         self._store = store  # rank 0's holds the server of the others' connections
         self._group = group
+        self._next_check_s = 0.0
+
+    def deadline(self) -> float:
+        """Of a wait that begins now, on time.monotonic's clock."""
+        return time.monotonic() + self.timeout_s
 
     @property
     def is_gloo(self) -> bool:
@@ -63,6 +77,32 @@ class WeightGroup:
         work = self._group._end_coalescing(device)
         return Exchange(self, [(parcel, work) for parcel in [*receives, *sends]])
 
+    def give_up(self, why: str) -> None:
+        """End every wait of every rank; the group is of no more use."""
+        with contextlib.suppress(RuntimeError):  # rank 0 is gone, and with it all waits
+            # The first words stay: what follows is mostly their consequence.
+            self._store.compare_set(_GIVEN_UP, "", why[:_MOST_WORDS])
+
+    def check(self) -> None:
+        """While waiting, as often as one likes.
+
+        Raises:
+          GivenUp: a rank gave up.
+          RuntimeError: rank 0 is gone.
+        """
+        now = time.monotonic()
+        if now < self._next_check_s:
+            return
+        self._next_check_s = now + _GIVEN_UP_POLL_S
+        try:
+            words = self._store.get(_GIVEN_UP) if self._store.check([_GIVEN_UP]) else None
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank 0 of the weight group, the trainer, is gone: {error}"
+            ) from error
+        if words is not None:
+            raise GivenUp(words.decode())
+
     def leave(self) -> None:
         """Drop the group at once; what is under way fails, here and on the other ranks."""
         if self._group is None:
@@ -91,8 +131,9 @@ class Transfer:
           RuntimeError: a connection broke.
         """
         awaited = "rank 0, the trainer" if self._group.rank else "the servers' workers"
-        deadline = time.monotonic() + self._group.timeout_s
+        deadline = self._group.deadline()
         while not self._work.is_completed():
+            self._group.check()
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"{self._buffer.numel()} bytes of weights: {awaited} did not take part "
@@ -123,32 +164,58 @@ class Exchange:
 
         Raises:
           TimeoutError: not within the group's limit; names the first rank that is awaited.
+          GivenUp: another rank cannot go on.
           RuntimeError: a connection broke.
         """
-        deadline = time.monotonic() + self._group.timeout_s
-        for parcel, work in self._works:
-            try:
-                self._wait_for(work, deadline)
-            except (TimeoutError, RuntimeError) as error:
-                # gloo's own clock may be some milliseconds ahead of ours.
-                if time.monotonic() < deadline and "timed out" not in str(error).lower():
-                    raise RuntimeError(f"weights, {parcel.what}: {error}") from error
-                raise TimeoutError(
-                    f"weights, {parcel.what}: rank {parcel.peer} of the weight group did not "
-                    f"take part within {self._group.timeout_s:g} s"
-                ) from error
-
-    def _wait_for(self, work: Any, deadline: float) -> None:
-        if self._group.is_gloo:
-            # gloo's is_completed() of a message stays False until it was waited for.
-            left_s = max(0.001, deadline - time.monotonic())
-            work.wait(timedelta(seconds=left_s))
+        if not self._works:
             return
-        while not work.is_completed():
-            if time.monotonic() > deadline:
-                raise TimeoutError
-            time.sleep(_POLL_S)
-        work.wait()
+        deadline = self._group.deadline()
+        awaited = [self._works[0][0]]
+        try:
+            if self._group.is_gloo:
+                self._wait_gloo(deadline, awaited)
+            else:
+                self._wait_nccl(deadline)
+        except GivenUp:
+            raise
+        except (TimeoutError, RuntimeError) as error:
+            # gloo's own clock may be some milliseconds ahead of ours.
+            if time.monotonic() < deadline and "timed out" not in str(error).lower():
+                raise RuntimeError(f"weights, {awaited[0].what}: {error}") from error
+            raise TimeoutError(
+                f"weights, {awaited[0].what}: rank {awaited[0].peer} of the weight group did not "
+                f"take part within {self._group.timeout_s:g} s"
+            ) from error
+
+    def _wait_gloo(self, deadline: float, awaited: list[Parcel]) -> None:
+        """In a thread: gloo's wait cannot be interrupted, and is_completed() of a message stays
+        False until it was waited for."""
+        done, errors, works = threading.Event(), [], self._works
+
+        def wait() -> None:
+            try:
+                for parcel, work in works:
+                    awaited[0] = parcel
+                    work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            except RuntimeError as error:
+                errors.append(error)
+            finally:
+                done.set()
+
+        threading.Thread(target=wait, name="megarl-weight-wait", daemon=True).start()
+        while not done.wait(_GIVEN_UP_POLL_S):
+            self._group.check()
+        if errors:
+            raise errors[0]
+
+    def _wait_nccl(self, deadline: float) -> None:
+        for _, work in self._works:
+            while not work.is_completed():
+                self._group.check()
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+                time.sleep(_POLL_S)
+            work.wait()
 
 
 def listen(address: str, timeout_s: float) -> dist.TCPStore:
@@ -191,7 +258,11 @@ def open_group(
     Raises:
       TimeoutError: a rank did not come; names the ranks that are missing.
     """
-    _meet(store, rank, world_size, timeout_s, give_up)
+    try:
+        _meet(store, rank, world_size, timeout_s, give_up)
+    except TimeoutError as error:
+        store.compare_set(_GIVEN_UP, "", str(error))  # so that those who came need not wait
+        raise
     device = torch.device(device)
     limit = timedelta(seconds=timeout_s)
     prefixed = dist.PrefixStore("weights", store)
@@ -236,8 +307,11 @@ def _meet(
     store.set(f"rank{rank}", "here")
     store.add("arrived", 1)  # one number to ask for, whatever the size of the world
     deadline = time.monotonic() + timeout_s
+    polls = 0
     while store.add("arrived", 0) < world_size:
-        if time.monotonic() > deadline or give_up():
+        polls += 1
+        others_gave_up = polls % 50 == 0 and store.check([_GIVEN_UP])
+        if time.monotonic() > deadline or give_up() or others_gave_up:
             missing = [i for i in range(world_size) if not store.check([f"rank{i}"])]
             raise TimeoutError(
                 f"weight group of {world_size}: ranks {missing} did not join within {timeout_s:g} s"

@@ -2,33 +2,41 @@
 
 Every trainer rank has a sender, and every method is collective over the trainer. Rank 0 alone
 talks to the servers: it asks each worker what its engine's loader takes of each HF tensor, and
-leads a push:
+tells them when to take a push in and when to load it, see engines/agent.py. What goes where is
+in the plan, which all ranks work out from the same two layouts.
 
-    pause all servers -> start -> every rank sends its rounds while the workers load theirs
-    -> finish(version) -> resume all
-
-What goes where is in the plan, which all ranks work out from the same two layouts.
+With `overlap` the servers take a push in while they still generate, and are paused only while
+they load it; it costs each worker the memory of its part of the weights once more.
 """
 
+import asyncio
+import json
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import TCPStore
 
 from megarl.bridge.boxes import Box, Layout, Tensor2D, tensor_2d
 from megarl.bridge.group import WeightGroup, connect, listen, open_group
 from megarl.bridge.layout import workers_layout
+from megarl.bridge.needs import Needs, decode
 from megarl.bridge.plan import Plan, make_plan
-from megarl.bridge.sender import PushStats, ServerPool, ask_all, own_address, paused
-from megarl.bridge.transport import send_all
-from megarl.errors import MegarlError, WeightUpdateError
-from megarl.rollout.client import PauseMode
+from megarl.bridge.push import Members, ServerPool, Together, ask_all, ask_each, own_address
+from megarl.bridge.transport import Outgoing, send_all
+from megarl.errors import EngineError, EngineTimeout, WeightUpdateError
+from megarl.ops.pack import Box as PackBox
+from megarl.rollout.api import NO_VERSION
+from megarl.rollout.client import CONTROL_TIMEOUT_S, ServerClient
+
+T = TypeVar("T")
+_LATE_S = 10.0
+"""After a push was given up, for a server to say so; one that is silent is dead."""
 
 
 class LocalWeights(Protocol):
@@ -39,214 +47,275 @@ class LocalWeights(Protocol):
     named: dict[str, tuple[str, list[int]]]
     """HF name -> torch's name of the dtype, and shape."""
 
-    def pack(self, name: str, box: Box, buffer: Tensor) -> None:
-        """Write a box that this rank holds into [num_bytes] uint8."""
+    def sources(self, name: str, box: Box) -> Sequence[PackBox]:
+        """What a box of an HF tensor is made of on this rank, see transport.Sources."""
         ...
 
 
+class _Told(NamedTuple):
+    """What rank 0 tells the others of the servers."""
+
+    host: str
+    port: int
+    workers: list[int]
+    """Of each server."""
+    answers: list[str]
+    """Distinct ones, in JSON, see megarl/bridge/needs.py."""
+    answer_of: list[int]
+    """Of each worker."""
+
+
 class ShardedSender:
-    """See the module.
+    """A `WeightSender`, see the module.
 
     Args:
       servers: on rank 0, the clients and their loop; None on the others.
       weights: this rank's part of the model.
-      cpu_group: all trainer ranks, gloo.
       bucket_bytes: most bytes out of and into one rank in a round; two rounds are in memory.
-      pause, timeout_s: as of BroadcastSender.
+      timeout_s: one message, or one control request.
       device: where messages are packed; cpu is gloo, cuda NCCL.
+      overlap: see the module.
     """
 
     def __init__(
         self,
         servers: ServerPool | None,
         weights: LocalWeights,
+        together: Together,
         *,
-        cpu_group: dist.ProcessGroup,
         bucket_bytes: int,
-        pause: PauseMode,
         timeout_s: float,
         device: torch.device | str,
+        overlap: bool = False,
     ) -> None:
-        self._servers, self._weights, self._cpu_group = servers, weights, cpu_group
-        self._bucket_bytes, self._pause, self._timeout_s = bucket_bytes, pause, timeout_s
-        self._device = torch.device(device)
-        self._rank, self._num_ranks = dist.get_rank(cpu_group), dist.get_world_size(cpu_group)
+        self._servers, self._weights, self._together = servers, weights, together
+        self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
+        self._device, self._overlap = torch.device(device), overlap
+        self._members = Members(servers)
         self._group: WeightGroup | None = None
         self._plan: Plan | None = None
+        self._outgoing: Outgoing | None = None
+        self._needs: dict[ServerClient, list[str]] = {}
+        self._has_begun = False
+        self._num_bytes = 0
+        self._gave_up = threading.Event()
 
     @property
     def plan(self) -> Plan:
-        """RuntimeError before `connect`."""
+        """RuntimeError before the first `prepare`."""
         if self._plan is None:
-            raise RuntimeError("connect() comes first")
+            raise RuntimeError("prepare() comes first")
         return self._plan
 
-    def connect(self) -> None:
-        """Ask for the servers' layouts, plan, and make the group with every worker.
+    def prepare(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Plan, and make the group with every worker, the first time; with `overlap`, send.
 
-        Raises:
-          WeightUpdateError: on all ranks; names who did not answer or join.
+        Args:
+          weights: not read: the ranks send what they hold.
         """
-        told: list[Any] = [None]
-        store = None
+        if self._together.from_rank_0(self._group is None or not self._members.are_current):
+            self.close()
+            self._members.renew()
+            self._connect()
+        if self._overlap:
+            self._together(
+                "have the workers receive",
+                lambda: self._ask("receive", lambda c: c.command("receive", {}, self._timeout_s)),
+            )
+            self._num_bytes = self._together("send weights", self._send_all)
+
+    def send(self, version: int) -> int:
+        self._has_begun = True
+        self._gave_up.clear()
+        action = self._land if self._overlap else self._send_and_land
+        num_bytes = self._together("send weights", action)
+
+        self._together(
+            "finish the update",
+            lambda: self._ask("finish", lambda c: c.set_version(version, self._timeout_s)),
+        )
+        self._has_begun = False
+        return num_bytes
+
+    def abandon(self, timeout_s: float) -> dict[ServerClient, EngineError]:
+        self.close()
+        if self._servers is None:
+            return {}
+        clients = self._servers.clients
+        begun, self._has_begun = self._has_begun, False
+
+        async def end(client: ServerClient) -> None:
+            await client.command("leave", {}, timeout_s)
+            if begun:
+                await client.set_version(NO_VERSION, timeout_s)
+
+        answers = ask_each(self._servers, clients, end, timeout_s)
+        found = zip(clients, answers, strict=True)
+        return {client: answer for client, answer in found if isinstance(answer, EngineError)}
+
+    def close(self) -> None:
+        """Leave the group. The servers leave when they end, or with the next group."""
+        if self._group is not None:
+            self._group.give_up("the trainer has left")
+            self._group.leave()
+            self._group = None
+
+    # ------------------------------------------------------------------ the group and the plan
+
+    def _connect(self) -> None:
+        store: TCPStore | None = None
+        told: _Told | None = None
 
         def meet() -> None:
-            nonlocal store
+            nonlocal store, told
             if self._servers is None:
                 return
-            sizes = self._ask("say how many workers they have", lambda c: c.world_size(limit))
-            asked = [[name, shape, dtype] for name, (dtype, shape) in self._weights.named.items()]
-            answers = self._ask("trace their loaders", lambda c: c.needed_parts(asked, limit))
-            store = listen(own_address(self._servers.clients), self._timeout_s)
-            needs = [worker for server in answers for worker in server]
-            told[0] = (store.host, store.port, sizes, needs)
+            clients = self._members.clients
+            self._trace_the_new(clients)
+            store = listen(own_address(clients), self._timeout_s)
+            of_workers = [answer for client in clients for answer in self._needs[client]]
+            answers = list(dict.fromkeys(of_workers))
+            index = {answer: i for i, answer in enumerate(answers)}
+            workers = [len(self._needs[client]) for client in clients]
+            told = _Told(store.host, store.port, workers, answers, [index[a] for a in of_workers])
 
-        limit = self._timeout_s
         self._together("meet", meet)
-        dist.broadcast_object_list(told, src=0, group=self._cpu_group)
-        host, port, sizes, needs = told[0]
-        self._plan = self._make_plan(needs)
+        told = _Told(*self._together.from_rank_0(told))
+        self._plan = self._make_plan(told)
+        rank = self._together.rank
+        self._outgoing = Outgoing(self._plan, rank, self._weights.sources, self._device)
 
         def join() -> None:
-            world_size = self._num_ranks + sum(sizes)
+            world_size = self._together.num_ranks + sum(told.workers)
             if store is None:
-                own = connect(host, port, self._timeout_s)
-                self._group = open_group(own, self._rank, world_size, self._device, self._timeout_s)
+                own = connect(told.host, told.port, self._timeout_s)
+                self._group = self._open(own, world_size)
                 return
-            for worker in range(sum(sizes)):
+            for worker in range(sum(told.workers)):
                 part = self.plan.part_of_worker(worker)
-                store.set(f"plan{self._num_ranks + worker}", part)
-            self._join_with_servers(store, sizes, world_size)
+                store.set(f"plan{self._together.num_ranks + worker}", part)
+            self._join_with_servers(store, told.workers, world_size)
 
         self._together("join the weight group", join)
 
-    def _make_plan(self, needs: list[dict[str, list[list[int]]]]) -> Plan:
+    def _trace_the_new(self, clients: list[ServerClient]) -> None:
+        """Ask those that have not been asked; a server that comes again is another client."""
+        named = self._weights.named
+        tensors = [[name, shape, dtype] for name, (dtype, shape) in named.items()]
+        assert self._servers is not None, "rank 0 alone"
+        new = [client for client in clients if client not in self._needs]
+        answers = ask_all(
+            self._servers,
+            "trace their loaders",
+            lambda c: c.command("trace", {"tensors": tensors}, self._timeout_s),
+            self._timeout_s,
+            clients=new,
+        )
+        for client, of_workers in zip(new, answers, strict=True):
+            self._needs[client] = [json.dumps(answer) for answer in of_workers]
+
+    def _make_plan(self, told: _Told) -> Plan:
         sizes: dict[str, Tensor2D] = {
             name: tensor_2d(shape, getattr(torch, dtype).itemsize)
             for name, (dtype, shape) in self._weights.named.items()
         }
-        boxes = [{name: [Box(*p) for p in parts] for name, parts in n.items()} for n in needs]
+        distinct: list[Needs] = [decode(json.loads(a), list(sizes)) for a in told.answers]
         return make_plan(
             sizes,
             self._weights.layout,
-            workers_layout(boxes),
-            num_sources=self._num_ranks,
-            num_workers=len(needs),
+            workers_layout([distinct[i] for i in told.answer_of]),
+            num_sources=self._together.num_ranks,
+            num_workers=len(told.answer_of),
             bucket_bytes=self._bucket_bytes,
         )
 
-    def _join_with_servers(self, store: dist.TCPStore, sizes: list[int], world_size: int) -> None:
-        assert self._servers is not None, "rank 0 alone"
-        starts = accumulate(sizes, initial=self._num_ranks)
-        offsets = dict(zip(self._servers.clients, starts, strict=False))
+    def _open(self, store: TCPStore, world_size: int, **options: Any) -> WeightGroup:
+        rank = self._together.rank
+        return open_group(store, rank, world_size, self._device, self._timeout_s, **options)
+
+    def _join_with_servers(self, store: TCPStore, workers: list[int], world_size: int) -> None:
+        starts = accumulate(workers, initial=self._together.num_ranks)
+        offsets = dict(zip(self._members.clients, starts, strict=False))
+
+        def arguments(client: ServerClient) -> dict[str, Any]:
+            return {
+                "host": store.host,
+                "port": store.port,
+                "first_rank": offsets[client],
+                "world_size": world_size,
+                "timeout_s": self._timeout_s,
+            }
+
+        # The worker gives up first: it knows whom it waited for.
+        limit = self._timeout_s + CONTROL_TIMEOUT_S
         with ThreadPoolExecutor(1, "megarl-weight-requests") as thread:
             joined = thread.submit(
                 self._ask,
                 "join the weight group",
-                lambda c: c.init_weight_group(
-                    *(store.host, store.port, offsets[c], world_size, self._timeout_s),
-                    sharded=True,
-                ),
+                lambda c: c.command("join", arguments(c), limit),
             )
             try:
-                self._group = open_group(
-                    *(store, self._rank, world_size, self._device, self._timeout_s),
-                    give_up=joined.done,
-                )
+                self._group = self._open(store, world_size, give_up=joined.done)
             except (TimeoutError, RuntimeError):
                 joined.result()  # a server's own words, if it has any
                 raise
             joined.result()
 
-    def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> PushStats:
-        """The present weights of all ranks into every worker.
+    # ------------------------------------------------------------------ a push
 
-        Args:
-          weights: not read: the ranks send what they hold.
-
-        Returns:
-          bytes that this rank sent, and seconds; the pause is rank 0's.
-
-        Raises:
-          WeightUpdateError: on all ranks; the servers then hold a mixture under version -1.
-        """
-        started = time.perf_counter()
-        if self._group is None:
-            self.connect()
-        with ExitStack() as pause:
-            self._together("pause the servers", lambda: self._start(pause))
-            paused_at = time.perf_counter()
-            try:
-                num_bytes = self._together("send weights", self._send)
-                self._together("finish the update", lambda: self._finish(version))
-            except BaseException as error:
-                self._abandon(error)
-                raise
-        ended = time.perf_counter()
-        return PushStats(num_bytes, ended - started, ended - paused_at)
-
-    def _start(self, pause: ExitStack) -> None:
-        if self._servers is None:
-            return
-        pause.enter_context(paused(self._servers, self._pause, self._timeout_s))
-        self._ask("start an update", lambda c: c.start_update(self._timeout_s))
-
-    def _send(self) -> int:
+    def _send_all(self) -> int:
         assert self._group is not None, "a push without a group"
+        assert self._outgoing is not None, "a group without a plan"
+        try:
+            return send_all(self._group, self.plan, self._outgoing)
+        except (TimeoutError, RuntimeError) as error:
+            self._group.give_up(f"trainer rank {self._together.rank}: {error}")
+            self._gave_up.set()
+            raise
+
+    def _send_and_land(self) -> int:
         if self._servers is None:
-            return send_all(self._group, self.plan, self._weights.pack, self._device)
+            return self._send_all()
         with ThreadPoolExecutor(1, "megarl-weight-requests") as thread:
-            info = {"sharded": True}
-            answers = thread.submit(
-                self._ask,
-                "take the weights",
-                lambda c: c.update_weights(info, 2 * self._timeout_s),
-            )
+            landed = thread.submit(self._land)
             try:
-                num_bytes = send_all(self._group, self.plan, self._weights.pack, self._device)
+                num_bytes = self._send_all()
             except (TimeoutError, RuntimeError):
-                self._leave()
-                answers.result()  # a server's own words, if it has any
+                landed.result()  # a server's own words, if it has any
                 raise
-            answers.result()
+            landed.result()
         return num_bytes
 
-    def _finish(self, version: int) -> None:
-        if self._servers is not None:
-            self._ask("finish the update", lambda c: c.finish_update(version, self._timeout_s))
-
-    def close(self) -> None:
-        """Leave the group. The servers leave when they end, or with the next group."""
-        self._leave()
-
-    def _leave(self) -> None:
-        if self._group is not None:
-            self._group.leave()
-            self._group = None
-
-    def _abandon(self, error: BaseException) -> None:
-        """After a failure: no group, and every server able to serve what it has."""
-        self._leave()
+    def _land(self) -> int:
+        """All workers load; the bytes that this rank sent before, with `overlap`."""
         if self._servers is None:
-            return
-        try:
-            self._ask("end the update", lambda c: c.cancel_update(2 * self._timeout_s))
-        except MegarlError as second:
-            error.add_note(str(second))
+            return self._num_bytes
+        received = self._ask("load the weights", self._land_one)
+        num_bytes, planned = sum(map(sum, received)), int(self.plan.bytes_into_workers().sum())
+        if num_bytes != planned:
+            raise WeightUpdateError(f"{num_bytes} bytes reached the workers, not {planned}")
+        return self._num_bytes
 
-    def _together(self, what: str, action: Callable[[], Any]) -> Any:
-        """`action` on every rank; if it failed on one, WeightUpdateError on all."""
-        result, failure = None, None
+    async def _land_one(self, client: ServerClient) -> list[int]:
+        """Bytes that each worker received. A server's failure ends the push for all."""
+        limit = 2 * self._timeout_s + CONTROL_TIMEOUT_S
+        answer = asyncio.ensure_future(client.command("land", {}, limit))
+        gave_up_at: float | None = None
+        while not answer.done():
+            await asyncio.wait([answer], timeout=1.0)
+            if self._gave_up.is_set():
+                gave_up_at = gave_up_at or time.monotonic()
+                if time.monotonic() > gave_up_at + _LATE_S and not answer.done():
+                    answer.cancel()
+                    raise EngineTimeout(f"{client.address}: land: no answer after the end")
         try:
-            result = action()
-        except (MegarlError, TimeoutError, RuntimeError) as error:
-            failure = f"rank {self._rank}: {error}"
-        failures: list[str | None] = [None] * self._num_ranks
-        dist.all_gather_object(failures, failure, group=self._cpu_group)
-        if found := [text for text in failures if text]:
-            raise WeightUpdateError(f"trainer ranks asked to {what}: " + "; ".join(found))
-        return result
+            return answer.result()
+        except EngineError as error:
+            if self._group is not None:
+                self._group.give_up(str(error))
+            self._gave_up.set()
+            raise
 
-    def _ask(self, what: str, call: Callable[[Any], Any]) -> list[Any]:
-        assert self._servers is not None, "rank 0 alone"
-        return ask_all(self._servers, what, call, self._timeout_s)
+    def _ask(self, what: str, call: Callable[[ServerClient], Awaitable[T]]) -> list[T]:
+        """Of the group's servers, by rank 0; nothing on the others."""
+        return self._members.ask(what, call, self._timeout_s)

@@ -14,7 +14,11 @@ import torch
 from torch import Tensor
 
 ALIGNMENT_BYTES = 16
-_DIGEST_CHUNK_BYTES = 1 << 26
+_CHUNK_BYTES = 96 << 10
+"""Of a digest: what is made of it stays in a core's cache, and is too little for torch to share
+out among threads, whose meeting after every chunk takes longer on a busy machine than the sum."""
+_DEVICE_CHUNK_BYTES = 1 << 23
+"""On a GPU: few launches, and 48 MB for what is made of it."""
 
 
 @dataclass(frozen=True)
@@ -81,14 +85,31 @@ def digest(tensor: Tensor) -> int:
 
     sum_i (i + 1) w_i mod 2^64 over its 4-byte words; the same on a CPU and on a GPU.
     """
+    return int(digest_on_device(tensor)) % (1 << 64)
+
+
+def digest_on_device(tensor: Tensor) -> Tensor:
+    """`digest` as [] int64 (mod 2^64, with a sign), on the tensor's device, without a wait."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 4))
-    total = 0
-    for start in range(0, flat.numel(), _DIGEST_CHUNK_BYTES):
-        words = flat[start : start + _DIGEST_CHUNK_BYTES].view(torch.int32).long()
-        places = torch.arange(1, words.numel() + 1, device=words.device) + start // 4
-        total += int((words * places).sum())
-    return total % (1 << 64)
+    if flat.storage_offset() % 4:
+        flat = flat.clone()
+    num_whole = flat.numel() // 4 * 4
+    words = flat[:num_whole].view(torch.int32)
+    is_cpu = flat.device.type == "cpu"
+    chunk = (_CHUNK_BYTES if is_cpu else _DEVICE_CHUNK_BYTES) // 4
+    places = torch.arange(1, min(words.numel(), chunk) + 1, device=flat.device)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, words.numel(), chunk):
+        part = words[start : start + chunk].long()
+        in_chunk = places[: part.numel()]
+        # There is no dot of integers on CUDA.
+        total += torch.dot(part, in_chunk) if is_cpu else (part * in_chunk).sum()
+        if start:
+            total += start * part.sum()
+    if num_whole < flat.numel():
+        rest = torch.nn.functional.pad(flat[num_whole:], (0, num_whole + 4 - flat.numel()))
+        total += (num_whole // 4 + 1) * rest.view(torch.int32)[0]
+    return total
 
 
 def message_bytes(dtypes: list[str], shapes: list[list[int]]) -> int:

@@ -79,9 +79,8 @@ class PackTable:
 
     The table holds raw pointers. It keeps its tensors alive, and they must stay where they are.
 
-    Dimensions that lie one behind the other are merged; what then is not rows at one distance is
-    cut into pieces that are, one piece for each index of the dimensions before the last two. Of a
-    transposed matrix a piece is a column: legal, and slow.
+    Dimensions that lie one behind the other are merged; then each index of those before the last
+    two is a piece. Of a transposed matrix a piece is a column: legal, and slow.
     """
 
     offsets: tuple[int, ...]
@@ -95,6 +94,7 @@ class PackTable:
         *,
         offsets: Sequence[int] | None = None,
         alignment: int = ALIGNMENT_BYTES,
+        is_dense: bool = False,
     ) -> None:
         """Boxes in their order in the bucket.
 
@@ -103,6 +103,7 @@ class PackTable:
           offsets: where they begin, multiples of 16, if not one behind the other; a receiver may
             then take some boxes of a bucket and leave the rest.
           alignment: of offsets that are not given, in bytes.
+          is_dense: offsets are multiples of a box's element in the bucket, not of 16.
 
         Raises:
           ValueError: a box is not in its tensor, a cast is not one of Box.dtype, devices or
@@ -112,9 +113,10 @@ class PackTable:
             raise ValueError(f"alignment must be a multiple of 16 bytes, got {alignment}")
         self._views = [box.view() for box in boxes]
         self._casts = [_cast(box, index) for index, box in enumerate(boxes)]
-        itemsizes = map(_bucket_itemsize, self._views, self._casts)
+        itemsizes = list(map(_bucket_itemsize, self._views, self._casts))
         sizes = [view.numel() * size for view, size in zip(self._views, itemsizes, strict=True)]
-        self.offsets, self.num_bytes = _place(sizes, offsets, alignment)
+        steps = itemsizes if is_dense else [ALIGNMENT_BYTES] * len(sizes)
+        self.offsets, self.num_bytes = _place(sizes, offsets, alignment, steps)
         devices = {view.device for view in self._views}
         if len(devices) > 1:
             raise ValueError(f"one device is needed, got {sorted(map(str, devices))}")
@@ -254,19 +256,18 @@ def _bucket_itemsize(view: Tensor, cast: int) -> int:
 
 
 def _place(
-    sizes: Sequence[int], offsets: Sequence[int] | None, alignment: int
+    sizes: Sequence[int], offsets: Sequence[int] | None, alignment: int, steps: Sequence[int]
 ) -> tuple[tuple[int, ...], int]:
-    """Offsets of boxes of so many bytes, and the size of the bucket."""
+    """Offsets of boxes of so many bytes, in steps of so many, and the size of the bucket."""
     if offsets is None:
         places, end = [], 0
         for size in sizes:
             places.append(end)
             end += -(-size // alignment) * alignment
         return tuple(places), end
-    if len(offsets) != len(sizes) or any(x < 0 or x % ALIGNMENT_BYTES for x in offsets):
-        raise ValueError(
-            f"offsets of {len(sizes)} boxes must be multiples of 16, got {list(offsets)}"
-        )
+    if len(offsets) != len(sizes) or any(x < 0 or x % steps[i] for i, x in enumerate(offsets)):
+        of = max(steps, default=ALIGNMENT_BYTES)
+        raise ValueError(f"offsets of {len(sizes)} boxes must be multiples of {of}, got {offsets}")
     end = 0
     for offset, size in sorted(zip(offsets, sizes, strict=True)):
         if size and offset < end:
@@ -351,8 +352,7 @@ def _check_cluster(cluster: Sequence[_Piece]) -> None:
 def _slot(bucket: Tensor, view: Tensor, offset: int, cast: int) -> Tensor:
     """What the bucket has of a box, in the box's shape."""
     dtype = {_COPY: view.dtype, _NARROW: torch.bfloat16, _WIDEN: torch.float32}[cast]
-    num_bytes = view.numel() * dtype.itemsize
-    return bucket[offset : offset + num_bytes].view(dtype).view(view.shape)
+    return bucket[offset:][: view.numel() * dtype.itemsize].view(dtype).view(view.shape)
 
 
 def _copy_bits(to: Tensor, source: Tensor) -> None:

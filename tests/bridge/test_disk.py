@@ -9,8 +9,9 @@ from safetensors import safe_open
 from tiny_server import LoopThread
 
 from megarl.bridge.disk import DiskSender, write_safetensors
+from megarl.bridge.push import Pusher, Together
 from megarl.errors import WeightUpdateError
-from megarl.rollout.client import ServerClient
+from megarl.rollout.backends.vllm import VLLMClient
 
 
 def some_weights() -> list[tuple[str, torch.Tensor]]:
@@ -63,18 +64,23 @@ def test_nothing_to_write_is_an_error(tmp_path):
 def server():
     loop = LoopThread([])
     fake = FakeServer(loop)
-    loop.clients = [ServerClient(fake.address, request_timeout_s=30, retries=0)]
+    loop.clients = [VLLMClient(fake.address, request_timeout_s=30, retries=0)]
     yield loop, fake
     fake.close()
     loop.close()
 
 
+def make_pusher(loop, folder, pause):
+    together = Together(None)
+    sender = DiskSender(loop, together, folder=folder, timeout_s=30)
+    return Pusher(loop, sender, together, pause=pause, timeout_s=30)
+
+
 def test_only_the_newest_version_stays(server, tmp_path):
     loop, fake = server
-    sender = DiskSender(loop, folder=tmp_path / "weights", pause="abort", timeout_s=30)
-    sender.connect()
+    pusher = make_pusher(loop, tmp_path / "weights", "abort")
     for version in (4, 5, 5):  # a run that was stopped after 5 and goes on from 4
-        sender.push(some_weights(), version)
+        pusher.push(some_weights(), version)
         (folder,) = (tmp_path / "weights").iterdir()
         assert folder.name == f"version_{version}"
         assert read(folder).keys() == dict(some_weights()).keys()
@@ -86,10 +92,12 @@ def test_only_the_newest_version_stays(server, tmp_path):
 
 def test_a_server_that_cannot_read_is_named_and_the_old_version_stays(server, tmp_path):
     loop, fake = server
-    sender = DiskSender(loop, folder=tmp_path / "weights", pause="keep", timeout_s=30)
-    sender.push(some_weights(), 1)
+    pusher = make_pusher(loop, tmp_path / "weights", "keep")
+    pusher.push(some_weights(), 1)
     fake.failing["/collective_rpc"] = 500
     with pytest.raises(WeightUpdateError, match=f"load .*version_2: {fake.address}"):
-        sender.push(some_weights(), 2)
-    assert fake.asked[-1] == "/resume"
+        pusher.push(some_weights(), 2)
+    # It may have read some of it: it serves nobody until it has a whole version.
+    assert fake.asked[-2:] == ["/update_weight_version", "/health"]
+    assert fake.bodies[-2] == {"new_version": "-1"}
     assert (tmp_path / "weights" / "version_1").is_dir()

@@ -1,16 +1,16 @@
 """The sender against servers that only keep what they get: order, ranks, failures."""
 
 import re
-import time
 
 import pytest
 import torch
 from fake_server import FakeServer
 from tiny_server import LoopThread
 
+from megarl.bridge.push import Pusher, Together
 from megarl.bridge.sender import BroadcastSender
 from megarl.errors import WeightUpdateError
-from megarl.rollout.client import ServerClient
+from megarl.rollout.backends.vllm import VLLMClient
 
 TIMEOUT_S = 30.0
 UPDATE = "/update_weights"
@@ -22,7 +22,7 @@ def servers():
     loop = LoopThread([])
     fakes = [FakeServer(loop, workers=n) for n in (1, 2)]
     loop.clients = [
-        ServerClient(fake.address, request_timeout_s=TIMEOUT_S, retries=0) for fake in fakes
+        VLLMClient(fake.address, request_timeout_s=TIMEOUT_S, retries=0) for fake in fakes
     ]
     yield loop, fakes
     for fake in fakes:
@@ -30,10 +30,12 @@ def servers():
     loop.close()
 
 
-def make_sender(loop, timeout_s=TIMEOUT_S):
-    return BroadcastSender(
-        loop, bucket_bytes=1 << 12, pause="keep", timeout_s=timeout_s, device="cpu"
+def make_pusher(loop, timeout_s=TIMEOUT_S):
+    together = Together(None)
+    sender = BroadcastSender(
+        loop, together, bucket_bytes=1 << 12, timeout_s=timeout_s, device="cpu"
     )
+    return Pusher(loop, sender, together, pause="keep", timeout_s=timeout_s)
 
 
 def some_weights(seed: int) -> list[tuple[str, torch.Tensor]]:
@@ -44,109 +46,150 @@ def some_weights(seed: int) -> list[tuple[str, torch.Tensor]]:
 
 def test_every_worker_gets_every_tensor(servers):
     loop, fakes = servers
-    sender = make_sender(loop)
+    pusher = make_pusher(loop)
     for version in (1, 2):
         weights = some_weights(version)
-        stats = sender.push(iter(weights), version)
+        stats = pusher.push(weights, version)
         assert stats.num_bytes >= sum(t.nbytes for _, t in weights)
         for fake in fakes:
             for held in fake.weights:
                 assert list(held) == [name for name, _ in weights]
                 assert all(torch.equal(held[name], tensor) for name, tensor in weights)
-    sender.close()
+    pusher.close()
+
+
+COMMAND = "/collective_rpc"
+JOIN = ["/get_world_size", "/init_weight_transfer_engine", COMMAND]
+SEND = ["/start_weight_update", *[UPDATE] * 3, COMMAND, "/finish_weight_update"]
 
 
 def test_one_push_in_order(servers):
     loop, fakes = servers
-    sender = make_sender(loop)
-    sender.connect()
-    sender.push(some_weights(0), 12)
+    pusher = make_pusher(loop)
+    pusher.push(some_weights(0), 12)
     for fake in fakes:
-        control = ["/get_world_size", "/init_weight_transfer_engine", "/pause"]
-        update = ["/start_weight_update", *[UPDATE] * 3, "/finish_weight_update", "/resume"]
-        assert fake.asked == control + update
+        assert fake.asked == [*JOIN, "/pause", *SEND, "/resume"]
         body = dict(zip(fake.asked, fake.bodies, strict=True))
         assert body["/pause"] == {"mode": "keep", "clear_cache": "true"}
         assert body["/finish_weight_update"] == {"weight_version": "12"}
     offsets = [fake.bodies[1]["init_info"]["rank_offset"] for fake in fakes]
     assert offsets == [1, 2]
     assert {fake.bodies[1]["init_info"]["world_size"] for fake in fakes} == {4}
-    sender.close()
+    pusher.push(some_weights(1), 13)
+    assert fakes[0].asked[-8:] == ["/pause", *SEND, "/resume"]  # over the same group
+    pusher.close()
 
 
 def test_the_trainer_packs_before_it_pauses(servers):
     loop, fakes = servers
-    sender = make_sender(loop)
+    pusher = make_pusher(loop)
     seen = []
 
-    def weights():
-        for name, tensor in some_weights(0):
-            seen.append("/pause" in fakes[0].asked)
-            yield name, tensor
+    class Weights:
+        def __iter__(self):
+            for name, tensor in some_weights(0):
+                seen.append("/pause" in fakes[0].asked)
+                yield name, tensor
 
-    sender.push(weights(), 1)
+    pusher.push(Weights(), 1)
     assert seen == [False, False, False, True, True]  # the third did not fit into bucket 0
-    sender.close()
+    pusher.close()
 
 
 @pytest.mark.parametrize(
     "path", ["/pause", "/start_weight_update", UPDATE, "/finish_weight_update", "/resume"]
 )
-def test_a_server_that_refuses_is_named_and_all_are_resumed(servers, path):
+def test_a_server_that_refuses_and_is_well_is_named(servers, path):
     loop, fakes = servers
     # A server that refuses a bucket takes no part in its transfer.
-    sender = make_sender(loop, timeout_s=2.0)
-    sender.connect()
+    pusher = make_pusher(loop, timeout_s=2.0)
     fakes[1].failing[path] = 503
     # It comes first: the other one may fail for want of its part in the transfer.
     cause = re.escape(f"{fakes[1].address}: POST {path}: status 503: no")
     with pytest.raises(WeightUpdateError, match=f"servers asked to [^:]*: {cause}"):
-        sender.push(some_weights(0), 1)
-    for fake in fakes:
-        assert fake.asked[-1] == "/resume"
+        pusher.push(some_weights(0), 1)
+    assert fakes[1].asked.count(path) == 2  # once more, for all were well
+    assert loop.clients[1].address == fakes[1].address
+    assert not loop.dropped
 
     fakes[1].failing.clear()
-    sender.push(some_weights(1), 2)
+    pusher.push(some_weights(1), 2)
     assert all(torch.equal(fakes[1].weights[1][name], t) for name, t in some_weights(1))
-    sender.close()
+    assert all(fake.asked[-1] == "/resume" for fake in fakes)
+    pusher.close()
 
 
-def test_after_a_failure_no_server_claims_a_version(servers):
+def test_after_a_failure_no_server_claims_a_version_or_goes_on(servers):
     loop, fakes = servers
-    sender = make_sender(loop, timeout_s=2.0)
-    sender.push(some_weights(0), 1)
+    pusher = make_pusher(loop, timeout_s=2.0)
+    pusher.push(some_weights(0), 1)
     fakes[1].failing[UPDATE] = 503
     with pytest.raises(WeightUpdateError):
-        sender.push(some_weights(1), 2)
+        pusher.push(some_weights(1), 2)
     for fake in fakes:
-        assert fake.asked[-2:] == ["/update_weight_version", "/resume"]
-        assert fake.bodies[-2] == {"new_version": "-1"}
+        assert fake.asked[-1] == "/update_weight_version"
+        assert fake.bodies[-1] == {"new_version": "-1"}
+        assert fake.asked[fake.asked.index("/resume") + 1 :].count("/resume") == 0
 
 
-def test_a_server_that_does_not_join_is_named(servers):
+def test_a_bucket_that_failed_once_is_sent_again(servers):
     loop, fakes = servers
-    fakes[1].failing["/init_weight_transfer_engine"] = 501
-    sender = make_sender(loop, timeout_s=2.0)
-    started = time.monotonic()
-    with pytest.raises(WeightUpdateError, match=fakes[1].address):
-        sender.connect()
-    assert time.monotonic() - started < TIMEOUT_S
+    pusher = make_pusher(loop, timeout_s=2.0)
+    fakes[1].failing_once[UPDATE] = 500
+    stats = pusher.push(some_weights(0), 1)
+    for fake in fakes:
+        for held in fake.weights:
+            assert all(torch.equal(held[name], tensor) for name, tensor in some_weights(0))
+        assert fake.asked[-2:] == ["/finish_weight_update", "/resume"]
+        assert fake.asked.count("/pause") == fake.asked.count("/resume") == 1
+    assert stats.num_bytes < 2 * sum(t.nbytes + 16 for _, t in some_weights(0))
+    assert not loop.dropped
+    pusher.close()
 
 
-def test_a_server_that_is_gone_is_named(servers):
+@pytest.mark.parametrize("when", ["before", "between"])
+def test_a_server_that_is_gone_is_dropped_and_the_others_get_all(servers, when):
     loop, fakes = servers
-    sender = make_sender(loop, timeout_s=2.0)
-    sender.connect()
+    pusher = make_pusher(loop, timeout_s=2.0)
+    if when == "between":
+        pusher.push(some_weights(0), 1)
     fakes[1].close()
-    with pytest.raises(WeightUpdateError, match=fakes[1].address):
-        sender.push(some_weights(0), 1)
+    pusher.push(some_weights(2), 2)
+    assert list(loop.dropped) == [fakes[1].address]
+    assert [client.address for client in loop.clients] == [fakes[0].address]
+    assert all(torch.equal(fakes[0].weights[0][name], t) for name, t in some_weights(2))
+    assert fakes[0].asked[-2:] == ["/finish_weight_update", "/resume"]
+    pusher.push(some_weights(3), 3)
+    assert all(torch.equal(fakes[0].weights[0][name], t) for name, t in some_weights(3))
+    pusher.close()
+
+
+@pytest.mark.parametrize("path", ["/pause", "/start_weight_update", UPDATE])
+def test_a_server_that_hangs_is_dropped(servers, path, monkeypatch):
+    loop, fakes = servers
+    monkeypatch.setattr("megarl.rollout.backends.vllm.CONTROL_TIMEOUT_S", 0.5)
+    pusher = make_pusher(loop, timeout_s=1.0)
+    fakes[1].hangs_from = path
+    pusher.push(some_weights(0), 1)
+    assert list(loop.dropped) == [fakes[1].address]
+    assert all(torch.equal(fakes[0].weights[0][name], t) for name, t in some_weights(0))
     assert fakes[0].asked[-1] == "/resume"
+    pusher.close()
+
+
+def test_without_a_server_the_push_is_an_error(servers):
+    loop, fakes = servers
+    pusher = make_pusher(loop, timeout_s=2.0)
+    for fake in fakes:
+        fake.close()
+    with pytest.raises(WeightUpdateError, match=r"no server is left: .*after: trainer ranks"):
+        pusher.push(some_weights(0), 1)
 
 
 def test_no_weights_is_an_error(servers):
     loop, fakes = servers
-    sender = make_sender(loop)
-    with pytest.raises(ValueError, match="version 3: no weights"):
-        sender.push([], 3)
+    pusher = make_pusher(loop)
+    with pytest.raises(WeightUpdateError, match="version 3: no weights"):
+        pusher.push([], 3)
     assert "/pause" not in fakes[0].asked
-    sender.close()
+    pusher.close()

@@ -1,12 +1,14 @@
 """Packing is a bitwise copy, within its limits, for any list of tensors."""
 
+import struct
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.bridge import wire
-from megarl.bridge.wire import buckets, digest, message_bytes, unpack
+from megarl.bridge.wire import buckets, digest, digest_on_device, message_bytes, unpack
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int64, torch.bool]
 
@@ -94,8 +96,26 @@ def test_a_digest_depends_on_every_byte_and_its_place():
     assert 0 <= digest(-x) < 1 << 64
 
 
-def test_a_digest_does_not_depend_on_how_it_is_chunked(monkeypatch):
-    x = torch.randn(999)
-    whole = digest(x)
-    monkeypatch.setattr(wire, "_DIGEST_CHUNK_BYTES", 64)
-    assert digest(x) == whole
+def plain_digest(data):
+    """By the definition, in integers without a limit."""
+    data += bytes(-len(data) % 4)
+    words = struct.unpack(f"<{len(data) // 4}i", data)
+    return sum(place * word for place, word in enumerate(words, 1)) % (1 << 64)
+
+
+@given(st.binary(max_size=200), st.integers(0, 5), st.sampled_from([4, 16, 64, 1 << 20]))
+def test_a_digest_is_its_formula_however_it_is_chunked(data, start, chunk_bytes):
+    tensor = torch.tensor(list(bytes(start) + data), dtype=torch.uint8)[start:]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "_CHUNK_BYTES", chunk_bytes)
+        patch.setattr(wire, "_DEVICE_CHUNK_BYTES", chunk_bytes)
+        assert digest(tensor) == plain_digest(data)
+        on_device = digest_on_device(tensor)
+    assert (on_device.dtype, on_device.shape) == (torch.int64, ())
+    assert int(on_device) % (1 << 64) == plain_digest(data)
+
+
+def test_a_digest_of_large_words_wraps():
+    words = torch.full((1 << 19,), -(1 << 31), dtype=torch.int32)
+    n = words.numel()
+    assert digest(words) == (-(1 << 31) * (n * (n + 1) // 2)) % (1 << 64)

@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -104,14 +105,32 @@ def test_a_killed_run_goes_on_with_the_same_numbers(tp2_run, tmp_path):
             assert row[key] == want[key], key
 
 
-def test_weights_can_go_from_shard_to_shard(tp2_run, tmp_path):
-    """The same run, whichever way the weights take; each byte once."""
-    run = Run("train", *SYNCHRONOUS, "weight_update.mode=sharded", root=tmp_path)
+@pytest.mark.parametrize("way", ["mode=broadcast", "mode=disk", "overlap=true"])
+def test_the_same_run_whichever_way_the_weights_take(tp2_run, tmp_path, way):
+    """tp2_run's went from shard to shard, each byte once."""
+    run = Run("train", *SYNCHRONOUS, f"weight_update.{way}", root=tmp_path)
     assert run.wait() == 0, run.text()
     for row, want in zip(run.steps(), tp2_run.steps(), strict=True):
-        assert row["bridge/bytes_sent"] == row["bridge/bytes_optimal"] > 0
+        assert want["bridge/bytes_sent"] == want["bridge/bytes_optimal"] > 0
+        assert ("bridge/bytes_optimal" in row) == (way == "overlap=true")
         for key in ("reward", "loss", "grad_norm", "entropy", "num_tokens"):
             assert row[key] == want[key], key
+
+
+def test_a_run_goes_on_without_one_of_two_servers(tmp_path):
+    two = ["rollout.parallel.dp=2", "cluster.n_gpus_per_node=4", "total_train_steps=5"]
+    run = Run("train", *SYNCHRONOUS, *two, root=tmp_path)
+    run.wait_for_step()
+    commands = {pid: c for pid, c in run.processes().items() if "guard.py" not in c}
+    (second,) = [pid for pid, command in commands.items() if " --seed 1 " in command]
+    for process in [psutil.Process(second), *psutil.Process(second).children(recursive=True)]:
+        process.kill()
+    assert run.wait() == 0, run.text()
+    assert "server 1 ended with exit code" in run.text()
+    assert [row["step"] for row in run.steps()] == [1, 2, 3, 4, 5]
+    assert run.steps()[-1]["rollout/servers_lost"] == 1
+    assert all(row["prox_behave_gap_max"] < 1e-4 for row in run.steps())
+    run.assert_nothing_is_left()
 
 
 ENDLESS = ["total_train_steps=1000", "valid_dataset=null", "train_dataset.batch_size=8"]

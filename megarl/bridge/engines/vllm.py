@@ -1,26 +1,27 @@
-"""What runs inside vLLM: the weight-transfer backend `megarl`, and two repairs on a CPU.
+"""What runs inside vLLM: megarl's agent in each worker, the weight-transfer backend `megarl`
+for gathered weights, and three repairs on a CPU.
 
-`register` is the entry point `vllm.general_plugins`; every process of a server calls it. An
-update is start, any number of buckets, finish. Between start and finish the model's parameters
-are placeholders, so the server must be paused. Whatever happens, the model can compute when
-the update is over: a failed or cancelled update leaves complete layers with new weights and
-the others with old ones.
+`register` is the entry point `vllm.general_plugins`; every process of a server calls it. While
+weights are loaded the model's parameters are placeholders, so the server must be paused.
+Whatever happens, the model can compute when the update is over: a failed or cancelled update
+leaves complete layers with new weights and the others with old ones.
 
-Written against vLLM 0.32. A server of several workers must be started again after a failed
-update: MultiprocExecutor.collective_rpc reads no further than the first worker that failed, so
-the answer of the next one is taken for that of the next control request.
+Written against vLLM 0.32. No method that all workers run raises: MultiprocExecutor.collective_rpc
+reads no further than the first worker that raised, and takes the answer of the next one for that
+of the next request.
 """
 
 import copy
+import logging
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
 import torch
 import vllm
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -31,13 +32,127 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 from vllm.v1.worker.worker_base import WorkerBase
 
+from megarl.bridge.engines.agent import Agent
 from megarl.bridge.engines.trace import Part, needed_parts
 from megarl.bridge.group import WeightGroup, connect, open_group
-from megarl.bridge.plan import Plan
-from megarl.bridge.transport import Assembly, receive_all
 from megarl.bridge.wire import digest, message_bytes, unpack
 
+logger = logging.getLogger(__name__)
+
 BACKEND = "megarl"
+
+
+# ---------------------------------------------------------------- sharded
+
+
+class VLLMWorker:
+    """What megarl's agent needs of a worker. `worker` is vLLM's own."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        parallel = worker.vllm_config.parallel_config
+        self.rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        self.device: torch.device = worker.device
+
+    def trace(self, tensors: list[tuple[str, list[int], str]]) -> dict[str, list[Part]]:
+        """The model is made a second time, without data, by the engine's own code for this
+        worker's place; nothing of the one that serves is touched."""
+        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+        from vllm.model_executor.model_loader.utils import initialize_model
+
+        config = copy.copy(self._worker.vllm_config)
+        # Layers enter themselves here by name, and a name may be there once.
+        config.compilation_config = copy.copy(config.compilation_config)
+        config.compilation_config.static_forward_context = {}
+        if hasattr(config.compilation_config, "static_all_moe_layers"):
+            config.compilation_config.static_all_moe_layers = []
+        with set_current_vllm_config(config), torch.device("meta"), _expert_maps_with_data():
+            model = initialize_model(vllm_config=config)
+        with set_current_vllm_config(config), disable_mtp_completeness_check():
+            return needed_parts(model.load_weights, tensors)
+
+    def joining(self) -> AbstractContextManager[Any]:
+        return _shared_nccl_settings(self.device)
+
+    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+
+        worker = self._worker
+        model, config = worker.model_runner.model, worker.vllm_config
+        with set_current_vllm_config(config), _reload(model, config.model_config):
+            with torch.no_grad(), disable_mtp_completeness_check():
+                model.load_weights(tensors)
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize()
+        worker.model_runner.reset_lora_state()
+
+
+@contextmanager
+def _expert_maps_with_data() -> Iterator[None]:
+    """Under expert parallelism the loader reads which experts are this worker's from a tensor."""
+    from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
+
+    calculate = ExpertMapManager._calculate_expert_maps
+
+    def on_cpu(self: Any) -> None:
+        with torch.device("cpu"):
+            calculate(self)
+
+    ExpertMapManager._calculate_expert_maps = on_cpu
+    try:
+        yield
+    finally:
+        ExpertMapManager._calculate_expert_maps = calculate
+
+
+@contextmanager
+def _reload(model: torch.nn.Module, model_config: Any) -> Iterator[None]:
+    """The model takes weights inside; rolled back where that fails."""
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
+
+    initialize_layerwise_reload(model)
+    try:
+        yield
+    except BaseException:
+        _roll_back(model, model_config)
+        raise
+    finalize_layerwise_reload(model, model_config)
+
+
+def _roll_back(model: torch.nn.Module, model_config: Any) -> None:
+    """Put the former weights back wherever the new ones are not complete."""
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            # A layer that nothing was loaded into keeps its weights in finalize.
+            info.load_numel = 0
+            info.loaded_weights.clear()
+    finalize_layerwise_reload(model, model_config)
+
+
+def _command(self: Any, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """A worker's method, for /collective_rpc: a command of the trainer, see agent.py."""
+    engine = self.weight_transfer_engine
+    if name == "check_update":
+        return {"error": engine.error} if engine.error else {"result": None}
+    if name == "cancel_update":
+        if self._weight_update_active:
+            _roll_back(engine.model, engine.model_config)
+            self.finish_weight_update()
+        return {"result": None}
+    if not hasattr(self, "_megarl_agent"):
+        self._megarl_agent = Agent(VLLMWorker(self))
+    answer: dict[str, Any] = self._megarl_agent.handle(name, arguments)
+    return answer
+
+
+# ---------------------------------------------------------------- gathered
 
 
 @dataclass
@@ -49,32 +164,25 @@ class InitInfo(WeightTransferInitInfo):
     rank_offset: int
     world_size: int
     timeout_s: float
-    sharded: bool = False
-    """A plan for this worker lies in the group's store."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """One bucket, or the end of an update that the trainer gave up."""
+    """One bucket."""
 
     names: list[str] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
     shapes: list[list[int]] = field(default_factory=list)
-    cancel: bool = False
-    sharded: bool = False
-    """All of the plan instead of one bucket."""
     wants_digests: bool = False
     """Keep a digest of each tensor, for `megarl_weight_digests`."""
-
-
-class UpdateCancelled(RuntimeError):
-    """The trainer gave the update up; vLLM ends an update only when a worker raises."""
 
 
 class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     """One worker's end: receives full tensors by broadcast from rank 0, the trainer.
 
-    The model's own loader cuts this worker's shard and casts to the model's dtype.
+    The model's own loader cuts this worker's shard and casts to the model's dtype. What fails
+    is kept in `error` and told by the command `check_update`; after it the worker still takes
+    its part in broadcasts, and loads no more.
     """
 
     init_info_cls = InitInfo
@@ -89,14 +197,20 @@ class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         self._group: WeightGroup | None = None
-        self._plan: Plan | None = None
-        self.named: dict[str, tuple[str, list[int]]] = {}
-        """HF name -> dtype and shape, as `megarl_needed_parts` was asked."""
+        self.error: str | None = None
         self.digests: dict[str, int] | None = None
         """Of the tensors that the loader was given in an update whose digests were asked for."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.shutdown()
+        self.error = None
+        try:
+            self._join(init_info)
+        except (TimeoutError, RuntimeError) as error:
+            logger.exception("megarl: init_weight_transfer_engine")
+            self.error = f"init_weight_transfer_engine: {type(error).__name__}: {error}"
+
+    def _join(self, init_info: InitInfo) -> None:
         parallel = self.parallel_config
         rank = (
             init_info.rank_offset
@@ -108,11 +222,9 @@ class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._group = open_group(
                 store, rank, init_info.world_size, self.device, init_info.timeout_s
             )
-        if init_info.sharded:
-            self._plan = Plan.from_bytes(store.get(f"plan{rank}"))
 
     def start_weight_update(self) -> None:
-        self.digests = None
+        self.digests = self.error = None
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         initialize_layerwise_reload(self.model)
@@ -123,52 +235,35 @@ class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self.receive_weights(self.parse_update_info(update_info))
             if self.device.type != "cpu":
                 torch.accelerator.synchronize()
-        except BaseException:
-            self._roll_back()
-            raise
+        except Exception as error:
+            logger.exception("megarl: update_weights")
+            if self.error is None:
+                self.error = f"update_weights: {type(error).__name__}: {error}"
+                _roll_back(self.model, self.model_config)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
-        if update_info.cancel:
-            raise UpdateCancelled("megarl: the trainer cancelled the weight update")
         if self._group is None:
             raise RuntimeError("megarl: /init_weight_transfer_engine comes before an update")
-        if update_info.sharded:
-            tensors = self._receive_plan(self._group)
-        else:
-            tensors = self._receive_bucket(self._group, update_info)
-        with torch.no_grad(), disable_mtp_completeness_check():
-            self.model.load_weights(tensors)
-
-    def _receive_plan(self, group: WeightGroup) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors of HF shape, of which the parts that this worker's loader reads are there."""
-        if self._plan is None:
-            raise RuntimeError("megarl: this worker was given no plan")
-        assembly = Assembly(self._plan, self.named, self.device)
-        for name, box, data in receive_all(group, self._plan, self.device):
-            whole = assembly.add(name, box, data)
-            if whole is not None:
-                yield name, whole
-        if missing := assembly.incomplete():
-            raise RuntimeError(f"megarl: the plan left {missing[:3]} incomplete")
-
-    def _receive_bucket(
-        self, group: WeightGroup, update_info: UpdateInfo
-    ) -> Iterable[tuple[str, torch.Tensor]]:
         # Not reused: until a layer is complete, vLLM holds views of what came for it.
         buffer = torch.empty(
             message_bytes(update_info.dtypes, update_info.shapes),
             dtype=torch.uint8,
             device=self.device,
         )
-        group.broadcast(buffer).wait()
-        tensors = unpack(buffer, update_info.names, update_info.dtypes, update_info.shapes)
+        self._group.broadcast(buffer).wait()
+        if self.error is not None:
+            return
+        tensors: Iterable[tuple[str, torch.Tensor]] = unpack(
+            buffer, update_info.names, update_info.dtypes, update_info.shapes
+        )
         if update_info.wants_digests:
             tensors = list(tensors)
             digests = {name: digest(tensor) for name, tensor in tensors}
             self.digests = {**(self.digests or {}), **digests}
-        return tensors
+        with torch.no_grad(), disable_mtp_completeness_check():
+            self.model.load_weights(tensors)
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -178,20 +273,15 @@ class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def shutdown(self) -> None:
         if self._group is not None:
             self._group.leave()
-            self._group, self._plan = None, None
+            self._group = None
 
-    def _roll_back(self) -> None:
-        """Put the former weights back wherever the new ones are not complete."""
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-        for layer in self.model.modules():
-            info = get_layerwise_info(layer)
-            if info.can_load():
-                # A layer that nothing was loaded into keeps its weights in finalize.
-                info.load_numel = 0
-                info.loaded_weights.clear()
-        finalize_layerwise_reload(self.model, self.model_config)
+def _weight_digests(self: Any) -> dict[str, Any]:
+    """A worker's method, for /collective_rpc: what the last update brought to its loader."""
+    digests = self.weight_transfer_engine.digests
+    if digests is None:
+        return {"error": "no digests were asked for in the last weight update"}
+    return {"result": dict(digests)}
 
 
 def register() -> None:
@@ -203,42 +293,11 @@ def register() -> None:
     if current_platform.is_cpu():
         _repack_experts_on_reload()
         _repack_tied_heads_on_reload()
+        _make_room_between_stages()
     WorkerBase.megarl_weight_digests = _weight_digests
-    WorkerBase.megarl_needed_parts = _needed_parts
+    WorkerBase.megarl_command = _command
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, MegarlWeightTransferEngine)
-
-
-def _weight_digests(self: Any) -> dict[str, int]:
-    """A worker's method, for /collective_rpc: what the last update brought to its loader."""
-    digests = self.weight_transfer_engine.digests
-    if digests is None:
-        raise RuntimeError("megarl: no digests were asked for in the last weight update")
-    return dict(digests)
-
-
-def _needed_parts(self: Any, tensors: list[tuple[str, list[int], str]]) -> dict[str, list[Part]]:
-    """A worker's method, for /collective_rpc: what its loader takes of these HF tensors.
-
-    The model is made a second time, without data, by the engine's own code for this worker's
-    place; nothing of the one that serves is touched.
-    """
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
-    from vllm.model_executor.model_loader.utils import initialize_model
-
-    config = copy.copy(self.vllm_config)
-    # Layers enter themselves here by name, and a name may be there once.
-    config.compilation_config = copy.copy(config.compilation_config)
-    config.compilation_config.static_forward_context = {}
-    if hasattr(config.compilation_config, "static_all_moe_layers"):
-        config.compilation_config.static_all_moe_layers = []
-    with set_current_vllm_config(config), torch.device("meta"):
-        model = initialize_model(vllm_config=config)
-    with set_current_vllm_config(config), disable_mtp_completeness_check():
-        parts = needed_parts(model.load_weights, tensors)
-    self.weight_transfer_engine.named = {name: (dtype, shape) for name, shape, dtype in tensors}
-    return parts
 
 
 def _repack_experts_on_reload() -> None:
@@ -293,6 +352,29 @@ def _repack_tied_heads_on_reload() -> None:
     _patch(layerwise, finalize_layerwise_processing)
 
 
+def _make_room_between_stages() -> None:
+    """vLLM 0.32 on a CPU: the first request to a server of several pipeline stages ends it.
+
+    What a stage receives is allocated in the warm-up, which is left out where nothing is
+    compiled: AssertionError in sync_and_gather_intermediate_tensors.
+    """
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    sync = _patchable(GPUModelRunner, "sync_and_gather_intermediate_tensors")
+    if sync is None:
+        return
+
+    @wraps(sync)
+    def sync_and_gather_intermediate_tensors(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.intermediate_tensors is None:
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
+        return sync(self, *args, **kwargs)
+
+    _patch(GPUModelRunner, sync_and_gather_intermediate_tensors)
+
+
 def _patchable(owner: Any, name: str) -> Any:
     """The function `owner.name`, None if it is ours already."""
     function = getattr(owner, name, None)
@@ -309,7 +391,7 @@ def _patch(owner: Any, function: Any) -> None:
     setattr(owner, function.__name__, function)
 
 
-def _shared_nccl_settings(device: torch.device) -> Any:
+def _shared_nccl_settings(device: torch.device) -> AbstractContextManager[Any]:
     """vLLM sets NCCL variables for its own groups; one shared with the trainer needs none."""
     if device.type == "cpu":
         return nullcontext()
