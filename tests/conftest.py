@@ -1,4 +1,6 @@
+import os
 import signal
+import tempfile
 
 import hypothesis
 import pytest
@@ -6,6 +8,9 @@ from tiny_server import REQUEST_TIMEOUT_S, LoopThread, running_server
 
 from megarl.ops import build
 from megarl.rollout.backends.vllm import VLLMClient
+
+# Traces of earlier runs would hide a broken one.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="megarl-test-cache-")
 
 # Before a test imports them: kernels that are those of csrc/ as it stands.
 build.build()

@@ -40,14 +40,14 @@ _DEEPSEEK = {
     # Not read by transformers; vLLM chooses experts by softmax, without the bias, if they lack.
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
-    # Lengths from 16 on are rotated by interpolated angles.
+    # Of the four angles two are kept, one is interpolated, and one lies between.
     "rope_parameters": {
         "rope_type": "yarn",
-        "rope_theta": 10000.0,
+        "rope_theta": 100.0,
         "factor": 8.0,
-        "original_max_position_embeddings": 16,
-        "beta_fast": 4.0,
-        "beta_slow": 1.0,
+        "original_max_position_embeddings": 512,
+        "beta_fast": 8.0,
+        "beta_slow": 4.0,
         "mscale": 0.7,
         "mscale_all_dim": 1.3,
     },

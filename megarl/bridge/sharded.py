@@ -96,6 +96,8 @@ class ShardedSender:
         self._plan: Plan | None = None
         self._outgoing: Outgoing | None = None
         self._needs: dict[ServerClient, list[str]] = {}
+        self.num_in_place = 0
+        """Workers whose model the last push was written straight into; on rank 0."""
         self._has_begun = False
         self._num_bytes = 0
         self._gave_up = threading.Event()
@@ -291,13 +293,19 @@ class ShardedSender:
         if self._servers is None:
             return self._num_bytes
         received = self._ask("load the weights", self._land_one)
-        num_bytes, planned = sum(map(sum, received)), int(self.plan.bytes_into_workers().sum())
+        answers = [answer for of_server in received for answer in of_server]
+        num_bytes = sum(bytes_received for bytes_received, _ in answers)
+        self.num_in_place = sum(in_place for _, in_place in answers)
+        planned = int(self.plan.bytes_into_workers().sum())
         if num_bytes != planned:
             raise WeightUpdateError(f"{num_bytes} bytes reached the workers, not {planned}")
         return self._num_bytes
 
-    async def _land_one(self, client: ServerClient) -> list[int]:
-        """Bytes that each worker received. A server's failure ends the push for all."""
+    async def _land_one(self, client: ServerClient) -> list[list[int]]:
+        """Of each worker, bytes received and whether they went straight into its model.
+
+        A server's failure ends the push for all.
+        """
         limit = 2 * self._timeout_s + CONTROL_TIMEOUT_S
         answer = asyncio.ensure_future(client.command("land", {}, limit))
         gave_up_at: float | None = None

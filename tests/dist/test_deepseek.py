@@ -86,11 +86,35 @@ def train_one_step(folder, parallel, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_step_changes_all_but_the_bias(ranks, checkpoint, dtype):
     got = ranks(2).run(train_one_step, checkpoint, ParallelConfig(tp=2), dtype)[0]
-    for name, before in load_file(checkpoint / "model.safetensors").items():
-        if name.endswith(BIAS):
-            assert torch.equal(got[name], before), name
-        else:
-            assert not torch.equal(got[name], before.to(got[name].dtype)), name
+    before = load_file(checkpoint / "model.safetensors")
+    same = {name for name, x in before.items() if torch.equal(got[name], x.to(got[name].dtype))}
+    biases = {name for name in before if name.endswith(BIAS)}
+    assert all(torch.equal(got[name], before[name]) for name in biases)
+    if dtype == "float32":
+        assert same == biases
+    else:  # a norm's weight near 1 may round back, and that of an expert without a token
+        assert len(same) < len(before) / 4
+
+
+def start_from_scratch(folder):
+    engine = make_engine(folder, ParallelConfig(tp=2), init_from_scratch=True, optimizer=None)
+    try:
+        return {
+            name: x.detach().clone()
+            for name, x in engine.chunks[0].named_parameters()
+            if "down_proj" in name
+        }
+    finally:
+        mesh_module.destroy()
+
+
+def test_whole_projections_start_as_the_model_does(ranks, checkpoint, tmp_path):
+    folder = with_more(checkpoint, tmp_path, {}, initializer_range=0.5)
+    first, second = ranks(2).run(start_from_scratch, folder)
+    assert len(first) == 10  # of queries and of keys, in five layers
+    for name, weight in first.items():
+        assert weight.std() == pytest.approx(0.5, rel=0.2), name  # of 640 numbers and more
+        assert torch.equal(second[name], weight), name
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -91,7 +91,9 @@ def test_a_server_of_two_workers_has_the_new_weights(ranks, tmp_path, family, pa
     assert error_of(model, chunk) < TOLERANCE
     assert set(chunk.versions) == {2}
     sent = [result[0] for result in results]
-    _, planned, into_workers, needed, rounds = results[0]
+    _, planned, into_workers, needed, rounds, num_in_place = results[0]
+    # The second push went straight into the parameters of the model that serves.
+    assert num_in_place == 2
     # Each byte leaves the trainer once, in more than one round.
     assert sent == planned
     assert sum(sent) == sum(p.nbytes for p in model.parameters()) == needed

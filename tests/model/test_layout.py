@@ -4,11 +4,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import tiny_hf
 
 from megarl.errors import ConfigError
-from megarl.model.families import family_of, hf_shapes, rule_for
-from megarl.model.layout import Rule, Sizes, fill, pieces
+from megarl.model.families import family_of, rule_for
+from megarl.model.layout import Rule, Sizes, chunk_of_layer, fill, pieces
 
 sizes_and_tp = st.tuples(
     st.integers(1, 3),  # KV heads a rank
@@ -60,6 +59,16 @@ def test_shards_are_an_exact_cover_and_fill_inverts_them(split, numbers, odd):
         assert (counts[name] == (tp if split == "replicated" else 1)).all()
 
 
+@given(st.integers(1, 130), st.integers(1, 130))
+def test_chunks_follow_each_other_and_differ_by_a_layer_at_most(num_layers, num_chunks):
+    num_layers = max(num_layers, num_chunks)
+    chunks = [chunk_of_layer(i, num_layers, num_chunks) for i in range(num_layers)]
+    assert chunks == sorted(chunks)
+    depths = [chunks.count(chunk) for chunk in range(num_chunks)]
+    assert sum(depths) == num_layers
+    assert max(depths) - min(depths) <= 1
+
+
 def test_a_width_that_does_not_divide_is_named():
     sizes = Sizes(6, 3, 8)
     with pytest.raises(ValueError, match="down: dimension 1 of 7"):
@@ -72,15 +81,6 @@ def test_a_slice_of_the_wrong_shape_is_named():
     parts = pieces(Rule("rows", ("up",)), (4,), Sizes(1, 1, 1), 1, 0)
     with pytest.raises(ValueError, match="up: slice of"):
         fill(torch.empty(4, 3), parts, lambda piece: torch.zeros(4, 2))
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_the_table_is_the_checkpoint(family, tied):
-    """hf_shapes is exactly what transformers saves for the same config.json."""
-    model = tiny_hf(family, tied=tied)
-    saved = {n: tuple(p.shape) for n, p in model.named_parameters()}
-    assert hf_shapes(model.config.to_dict()) == saved
 
 
 def test_unknown_models_and_parameters_are_named():

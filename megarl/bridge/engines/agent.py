@@ -17,34 +17,39 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from megarl.bridge.boxes import Box
-from megarl.bridge.engines.trace import Part
+from megarl.bridge.engines.landing import Landing
+from megarl.bridge.engines.trace import Trace
 from megarl.bridge.group import WeightGroup, connect, open_group
 from megarl.bridge.needs import encode
 from megarl.bridge.plan import Plan
-from megarl.bridge.transport import Arrived, Assembly, Incoming, receive_all, receive_rounds
+from megarl.bridge.transport import Arrived, Assembly, Incoming, receive_rounds
 
 logger = logging.getLogger(__name__)
 
-Boxes = Iterator[tuple[str, Box, Tensor]]
-"""HF name, box and its bytes, as they come."""
 _LATE_S = 10.0
 
 
 class EngineWorker(Protocol):
     """What the plugin gives an agent: one worker of one server."""
 
+    engine: str
     device: torch.device
     rank: int
     """Of the server's workers."""
 
-    def trace(self, tensors: list[tuple[str, list[int], str]]) -> dict[str, list[Part]]:
-        """What the loader takes of (HF name, shape, dtype); see trace.needed_parts."""
+    @property
+    def model(self) -> torch.nn.Module:
+        """The one that serves."""
+        ...
+
+    def trace(self, tensors: list[tuple[str, list[int], str]]) -> Trace:
+        """What the loader does with (HF name, shape, dtype); see trace.trace_loading."""
         ...
 
     def joining(self) -> AbstractContextManager[Any]:
@@ -59,6 +64,10 @@ class EngineWorker(Protocol):
         """
         ...
 
+    def place(self, write: Callable[[], None]) -> None:
+        """Let `write` put all of a new version straight into the model that serves."""
+        ...
+
 
 class Agent:
     """See the module. One command at a time."""
@@ -67,8 +76,9 @@ class Agent:
         self._worker = worker
         self._named: dict[str, tuple[str, list[int]]] = {}
         self._group: WeightGroup | None = None
-        self._plan: Plan | None = None
         self._incoming: Incoming | None = None
+        self._trace_found: Trace | None = None
+        self._landing: Landing | None = None
         self._inbox: _Inbox | None = None
 
     def handle(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -91,9 +101,9 @@ class Agent:
 
     def _trace(self, tensors: list[tuple[str, list[int], str]]) -> list[Any]:
         """As megarl.bridge.needs encodes it."""
-        parts = self._worker.trace(tensors)
+        found = self._trace_found = self._worker.trace(tensors)
         self._named = {name: (dtype, shape) for name, shape, dtype in tensors}
-        return encode(parts, list(self._named))
+        return encode(found.parts, list(self._named))
 
     def _join(
         self, host: str, port: int, first_rank: int, world_size: int, timeout_s: float
@@ -103,40 +113,52 @@ class Agent:
         store = connect(host, port, timeout_s)
         with self._worker.joining():
             self._group = open_group(store, rank, world_size, self._worker.device, timeout_s)
-        self._plan = Plan.from_bytes(store.get(f"plan{rank}"))
-        worker = rank - self._plan.num_sources
-        self._incoming = Incoming(self._plan, worker, self._worker.device)
+        plan = Plan.from_bytes(store.get(f"plan{rank}"))
+        self._incoming = Incoming(plan, rank - plan.num_sources, self._worker.device)
+        assert self._trace_found is not None, "trace comes before join"
+        self._landing = Landing(
+            self._trace_found,
+            self._worker.model,
+            self._incoming,
+            self._named,
+            engine=self._worker.engine,
+        )
 
     def _receive(self) -> None:
+        group, incoming, _ = self._joined()
         self._end_inbox()
-        self._inbox = _Inbox(*self._joined(), self._worker.device)
+        self._inbox = _Inbox(group, incoming)
 
-    def _land(self) -> int:
-        """Bytes that were received."""
-        group, plan = self._joined()
+    def _land(self) -> list[int]:
+        """Bytes that were received, and whether they went straight into the model."""
+        group, incoming, landing = self._joined()
         if self._inbox is not None:
-            arrived = iter(self._inbox.take(group.timeout_s))
+            rounds = iter(self._inbox.take(group.timeout_s))
             self._inbox = None
         else:
-            assert self._incoming is not None, "joined"
-            arrived = _boxes_of(receive_rounds(group, self._incoming))
-        counted = _Counted(arrived)
-        assembly = Assembly(plan, self._named, self._worker.device)
-        self._worker.load(_whole(assembly, counted))
+            rounds = receive_rounds(group, incoming)
+        if landing.is_ready():
+            self._worker.place(lambda: _land_in_place(landing, rounds))
+            return [incoming.num_bytes, 1]
+        assembly = Assembly(incoming.plan, self._named, self._worker.device)
+        self._worker.load(_whole(assembly, rounds, landing))
         if missing := assembly.incomplete():
             raise RuntimeError(f"the plan left {missing[:3]} incomplete")
-        return counted.num_bytes
+        landing.prove()
+        for name, reason in islice(landing.refusals.items(), 3):
+            logger.debug("megarl: weights go through the engine's loader: %s: %s", name, reason)
+        return [incoming.num_bytes, 0]
 
-    def _joined(self) -> tuple[WeightGroup, Plan]:
-        if self._group is None or self._plan is None:
+    def _joined(self) -> tuple[WeightGroup, Incoming, Landing]:
+        if self._group is None or self._incoming is None or self._landing is None:
             raise RuntimeError("join comes first")
-        return self._group, self._plan
+        return self._group, self._incoming, self._landing
 
     def _leave(self) -> None:
         if self._group is not None:
             self._group.leave()
         self._end_inbox()
-        self._group = self._plan = self._incoming = None
+        self._group = self._incoming = self._landing = None
 
     def _end_inbox(self) -> None:
         if self._inbox is not None:
@@ -147,22 +169,22 @@ class Agent:
 class _Inbox:
     """A push that is taken in by a thread: this worker's part of the weights, a second time."""
 
-    def __init__(self, group: WeightGroup, plan: Plan, device: torch.device) -> None:
-        self._group, self._plan, self._device = group, plan, device
-        self._arrived: list[tuple[str, Box, Tensor]] = []
+    def __init__(self, group: WeightGroup, incoming: Incoming) -> None:
+        self._group, self._incoming = group, incoming
+        self._arrived: list[Arrived] = []
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="megarl-receive", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            for name, box, data in receive_all(self._group, self._plan, self._device):
-                self._arrived.append((name, box, data))
+            for arrived in receive_rounds(self._group, self._incoming):
+                self._arrived.append(arrived.on(self._incoming.device))
         except Exception as error:  # noqa: BLE001 - `take` raises it
             self._error = error
             self._group.give_up(f"rank {self._group.rank} of the weight group: {error}")
 
-    def take(self, timeout_s: float) -> list[tuple[str, Box, Tensor]]:
+    def take(self, timeout_s: float) -> list[Arrived]:
         """All of it. TimeoutError if it is not there; RuntimeError if it did not come."""
         self._thread.join(timeout_s + _LATE_S)
         if self._thread.is_alive():
@@ -177,27 +199,18 @@ class _Inbox:
         self._thread.join(_LATE_S)
 
 
-class _Counted:
-    """Boxes as they come, counted."""
-
-    def __init__(self, arrived: Boxes) -> None:
-        self._arrived = arrived
-        self.num_bytes = 0
-
-    def __iter__(self) -> Boxes:
-        for name, box, data in self._arrived:
-            self.num_bytes += data.nbytes
-            yield name, box, data
-
-
-def _boxes_of(rounds: Iterator[Arrived]) -> Boxes:
+def _land_in_place(landing: Landing, rounds: Iterator[Arrived]) -> None:
     for arrived in rounds:
-        yield from arrived.boxes()
+        landing.land(arrived)
 
 
-def _whole(assembly: Assembly, arrived: _Counted) -> Iterator[tuple[str, Tensor]]:
+def _whole(
+    assembly: Assembly, rounds: Iterator[Arrived], landing: Landing
+) -> Iterator[tuple[str, Tensor]]:
     """Tensors of HF shape, of which what this worker's loader reads is there."""
-    for name, box, data in arrived:
-        whole = assembly.add(name, box, data)
-        if whole is not None:
-            yield name, whole
+    for arrived in rounds:
+        landing.watch(arrived)
+        for name, box, data in arrived.boxes():
+            whole = assembly.add(name, box, data)
+            if whole is not None:
+                yield name, whole

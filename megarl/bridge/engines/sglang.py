@@ -13,7 +13,7 @@ megarl/rollout/backends/sglang.py.
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import sglang
@@ -30,11 +30,18 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_parallel
 
 from megarl.bridge.engines.agent import Agent
-from megarl.bridge.engines.trace import Part, needed_parts
+from megarl.bridge.engines.trace import Trace, trace_loading
+from megarl.bridge.engines.trace_cache import TraceKey, cached_trace
 from megarl.bridge.wire import digest
 
 COMMAND_PREFIX = "megarl:"
 """Of an action that is a command, `{"name": ..., "arguments": {...}}` in JSON."""
+
+_LAYOUT_OPTIONS = (
+    *("device", "quantization", "moe_runner_backend", "moe_a2a_backend", "moe_dense_tp_size"),
+    *("enable_dp_attention", "enable_dp_lm_head", "ep_num_redundant_experts"),
+)
+"""Of SGLang's server arguments: which part of a tensor a worker takes, besides its place."""
 
 _COMPONENTS = "sglang.srt.managers.scheduler_components.weight_updater"
 _RUNNERS = "sglang.srt.model_executor.model_runner_components.weight_updater"
@@ -44,6 +51,7 @@ class SGLangWorker:
     """What megarl's agent needs of a worker. `manager` is its SchedulerWeightUpdaterManager."""
 
     def __init__(self, manager: Any) -> None:
+        self.engine = "sglang"
         self._manager = manager
         self._runner = manager.tp_worker.model_runner
         self.rank: int = get_parallel().tp_rank
@@ -51,7 +59,29 @@ class SGLangWorker:
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
 
-    def trace(self, tensors: list[tuple[str, list[int], str]]) -> dict[str, list[Part]]:
+    @property
+    def model(self) -> torch.nn.Module:
+        served: torch.nn.Module = self._runner.model
+        return served
+
+    def trace(self, tensors: list[tuple[str, list[int], str]]) -> Trace:
+        """From the cache, if it is there."""
+        config, args = self._runner.model_config, self._runner.server_args
+        key = TraceKey(
+            engine=self.engine,
+            engine_version=sglang.__version__,
+            hf_config=json.loads(config.hf_config.to_json_string(use_diff=False)),
+            dtype=str(config.dtype),
+            tp=args.tp_size,
+            pp=args.pp_size,
+            ep=args.ep_size,
+            rank=self.rank,
+            tensors=tensors,
+            options={name: str(getattr(args, name, None)) for name in _LAYOUT_OPTIONS},
+        )
+        return cached_trace(key, lambda: self._trace(tensors))
+
+    def _trace(self, tensors: list[tuple[str, list[int], str]]) -> Trace:
         """The model is made a second time, without data, by the engine's own code for this
         worker's place; nothing of the one that serves is touched."""
         self._check_can_load()
@@ -59,7 +89,7 @@ class SGLangWorker:
         with set_default_torch_dtype(config.dtype), torch.device("meta"):
             quantisation = _get_quantization_config(config, load_config)
             model = _initialize_model(config, load_config, quantisation)
-            return needed_parts(model.load_weights, tensors)
+            return trace_loading(model, tensors)
 
     def joining(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -67,18 +97,29 @@ class SGLangWorker:
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """SGLang copies into the model that serves, tensor by tensor: after a failure it computes
         with a mixture of old and new ones."""
+        updater = self._runner.weight_updater
+        with self._updating():
+            # What SGLang's own updates do before and after, for layers that repack their weights.
+            updater.begin_weight_update()
+            try:
+                with torch.no_grad():
+                    self.model.load_weights(tensors)
+            finally:
+                updater.end_weight_update(run_post_load=False)
+
+    def place(self, write: Callable[[], None]) -> None:
+        with self._updating(), torch.no_grad():
+            write()
+
+    @contextmanager
+    def _updating(self) -> Iterator[None]:
+        """Only while nothing is computed; what was computed with the old weights is dropped."""
         self._check_can_load()
-        manager, updater = self._manager, self._runner.weight_updater
+        manager = self._manager
         # Paused by `retract`, or by `abort`, which pauses the tokenizer's process alone.
         if not manager.scheduler._engine_paused and not manager.is_fully_idle():
             raise RuntimeError("the server is not paused")
-        # What SGLang's own updates do before and after, for layers that repack their weights.
-        updater.begin_weight_update()
-        try:
-            with torch.no_grad():
-                self._runner.model.load_weights(tensors)
-        finally:
-            updater.end_weight_update(run_post_load=False)
+        yield
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         if not manager.flush_cache(empty_cache=False):

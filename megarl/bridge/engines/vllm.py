@@ -12,8 +12,9 @@ of the next request.
 """
 
 import copy
+import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import wraps
@@ -33,7 +34,8 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.worker_base import WorkerBase
 
 from megarl.bridge.engines.agent import Agent
-from megarl.bridge.engines.trace import Part, needed_parts
+from megarl.bridge.engines.trace import Trace, trace_loading
+from megarl.bridge.engines.trace_cache import TraceKey, cached_trace
 from megarl.bridge.group import WeightGroup, connect, open_group
 from megarl.bridge.wire import digest, message_bytes, unpack
 
@@ -49,12 +51,40 @@ class VLLMWorker:
     """What megarl's agent needs of a worker. `worker` is vLLM's own."""
 
     def __init__(self, worker: Any) -> None:
+        self.engine = "vllm"
         self._worker = worker
         parallel = worker.vllm_config.parallel_config
         self.rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
         self.device: torch.device = worker.device
 
-    def trace(self, tensors: list[tuple[str, list[int], str]]) -> dict[str, list[Part]]:
+    @property
+    def model(self) -> torch.nn.Module:
+        served: torch.nn.Module = self._worker.model_runner.model
+        return served
+
+    def trace(self, tensors: list[tuple[str, list[int], str]]) -> Trace:
+        """From the cache, if it is there."""
+        config = self._worker.vllm_config
+        parallel, model = config.parallel_config, config.model_config
+        key = TraceKey(
+            engine=self.engine,
+            engine_version=vllm.__version__,
+            hf_config=json.loads(model.hf_config.to_json_string(use_diff=False)),
+            dtype=str(model.dtype),
+            tp=parallel.tensor_parallel_size,
+            pp=parallel.pipeline_parallel_size,
+            ep=parallel.data_parallel_size if parallel.enable_expert_parallel else 0,
+            rank=self.rank,
+            tensors=tensors,
+            options={
+                "device": self.device.type,
+                "quantization": str(model.quantization),
+                "placement": str(parallel.expert_placement_strategy),
+            },
+        )
+        return cached_trace(key, lambda: self._trace(tensors))
+
+    def _trace(self, tensors: list[tuple[str, list[int], str]]) -> Trace:
         """The model is made a second time, without data, by the engine's own code for this
         worker's place; nothing of the one that serves is touched."""
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
@@ -69,7 +99,7 @@ class VLLMWorker:
         with set_current_vllm_config(config), torch.device("meta"), _expert_maps_with_data():
             model = initialize_model(vllm_config=config)
         with set_current_vllm_config(config), disable_mtp_completeness_check():
-            return needed_parts(model.load_weights, tensors)
+            return trace_loading(model, tensors)
 
     def joining(self) -> AbstractContextManager[Any]:
         return _shared_nccl_settings(self.device)
@@ -77,14 +107,25 @@ class VLLMWorker:
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
-        worker = self._worker
-        model, config = worker.model_runner.model, worker.vllm_config
-        with set_current_vllm_config(config), _reload(model, config.model_config):
-            with torch.no_grad(), disable_mtp_completeness_check():
-                model.load_weights(tensors)
-            if self.device.type != "cpu":
-                torch.accelerator.synchronize()
-        worker.model_runner.reset_lora_state()
+        model, config = self.model, self._worker.vllm_config
+        with (
+            set_current_vllm_config(config),
+            _reload(model, config.model_config),
+            torch.no_grad(),
+            disable_mtp_completeness_check(),
+        ):
+            model.load_weights(tensors)
+        self._settle()
+
+    def place(self, write: Callable[[], None]) -> None:
+        with torch.no_grad():
+            write()
+        self._settle()
+
+    def _settle(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        self._worker.model_runner.reset_lora_state()
 
 
 @contextmanager
