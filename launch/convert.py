@@ -22,6 +22,7 @@ from megarl.config.schema import ParallelConfig
 from megarl.errors import ConfigError
 from megarl.launch import placement
 from megarl.launch.process import Process
+from megarl.launch.servers import Servers
 from megarl.launch.supervise import supervise
 
 Dtype = Literal["bfloat16", "float32"]
@@ -75,7 +76,7 @@ def convert(
             "dtype": dtype,
             "parallel": asdict(layout),
         }
-        code: int = supervise([], ranks_of(job, world_size(layout), partial / "logs"))
+        code: int = supervise(Servers([]), ranks_of(job, world_size(layout), partial / "logs"))
         if code == 0:
             os.rename(partial / "model", target)
             print(f"megarl: {source} -> {target}", file=sys.stderr)

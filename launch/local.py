@@ -22,6 +22,7 @@ from megarl.launch import folder, placement
 from megarl.launch.folder import claimed
 from megarl.launch.placement import Machine, Placement
 from megarl.launch.process import Process
+from megarl.launch.servers import Servers
 from megarl.launch.supervise import supervise
 from megarl.rollout.servers import nccl_settings, sglang_command, vllm_command
 
@@ -85,8 +86,22 @@ def run(
             file=sys.stderr,
             flush=True,
         )
-        code: int = supervise(servers, ranks)
+        restarts = _restarts(config, program)
+        requests = _requests(run_dir) if restarts else None
+        code: int = supervise(Servers(servers, restarts=restarts, requests=requests), ranks)
         return code
+
+
+def _restarts(config: GRPOConfig | SFTConfig, program: Program) -> int:
+    """How often a server may be started again; only a training run can give it weights."""
+    if isinstance(config, GRPOConfig) and program == "train":
+        return config.rollout.server_restarts
+    return 0
+
+
+def _requests(run_dir: Path) -> Path:
+    """Where the trainer asks for servers to be started again."""
+    return run_dir / "logs" / "restarts"
 
 
 def plan(
@@ -132,6 +147,8 @@ def plan(
         env |= nccl_settings()
     if ports:
         env["MEGARL_SERVER_ADDRS"] = ",".join(f"127.0.0.1:{port}" for port in ports)
+    if _restarts(config, program):
+        env["MEGARL_RESTARTS"] = str(_requests(run_dir).absolute())
     if script is not None and config.actor.init_from_scratch:
         env["MEGARL_SERVERS_WITHOUT_WEIGHTS"] = "1"
     argv = [sys.executable, "-m", f"megarl.{program}", str(run_dir), *arguments]

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from megarl.errors import LaunchError
 
@@ -43,8 +44,15 @@ class Process:
         self.env = dict(env)
         self.log = log
         self.port = port
+        self._log_mode: Literal["wb", "ab"] = "wb"
         self._popen: subprocess.Popen[bytes] | None = None
         self._lifeline: int | None = None
+
+    def again(self) -> "Process":
+        """The same program, not started; its log goes on."""
+        process = Process(self.name, self.argv, env=self.env, log=self.log, port=self.port)
+        process._log_mode = "ab"
+        return process
 
     def start(self) -> None:
         """LaunchError if the guard cannot be started; a bad `argv` shows as exit code 127."""
@@ -55,7 +63,7 @@ class Process:
         output = None
         try:
             if self.log is not None:
-                output = self.log.open("wb")
+                output = self.log.open(self._log_mode)
             self._popen = subprocess.Popen(
                 [*guard, *self.argv],
                 env=self.env,

@@ -7,25 +7,24 @@ every process that came of it.
 
 import contextlib
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
 from megarl.launch.process import Process, stop_all
+from megarl.launch.servers import Servers, report
 
 GRACE_S = 10.0
 """From SIGTERM to SIGKILL when a run ends."""
 STRAGGLER_S = 300.0
 """A rank may go on for so long after another has ended well."""
 _POLL_S = 0.1
-_PROBE_S = 1.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def supervise(
-    servers: Sequence[Process],
+    servers: Servers,
     ranks: Sequence[Process],
     *,
     grace_s: float = GRACE_S,
@@ -42,42 +41,32 @@ def supervise(
     """
     with _stop_signals() as received:
         try:
-            for process in (*servers, *ranks):
-                process.start()
+            servers.start()
+            for rank in ranks:
+                rank.start()
             return _watch(servers, ranks, received, straggler_s)
         finally:
-            stop_all((*servers, *ranks), grace_s)
+            stop_all((*servers.processes, *ranks), grace_s)
 
 
 def _watch(
-    servers: Sequence[Process],
+    servers: Servers,
     ranks: Sequence[Process],
     received: list[int],
     straggler_s: float,
 ) -> int:
     """Wait until all ranks ended well, one or all servers did not, or a signal came."""
     first_end = None
-    lost: list[Process] = []
-    up: set[Process] = set()
-    next_probe = 0.0
     while not received:
-        codes = {process: process.poll() for process in (*servers, *ranks)}
-        if all(codes[rank] == 0 for rank in ranks):
+        codes = {rank: rank.poll() for rank in ranks}
+        if all(code == 0 for code in codes.values()):
             return 0
-        if time.monotonic() > next_probe:
-            up |= {p for p in servers if p not in up and codes[p] is None and _listens(p)}
-            next_probe = time.monotonic() + _PROBE_S
-        for server in servers:
-            if codes[server] is None or server in lost:
-                continue
-            lost.append(server)
-            when = "before the trainer was done" if server in up else "before it was up"
-            _report(server, codes[server], f" {when}")
-            if server not in up or len(lost) == len(servers):
-                return codes[server] or 1
+        ending: int | None = servers.poll()
+        if ending is not None:
+            return ending
         failed = [rank for rank in ranks if codes[rank]]
         for rank in failed:
-            _report(rank, codes[rank])
+            report(rank, codes[rank])
         if failed:
             return codes[failed[0]] or 1
         running = [rank.name for rank in ranks if codes[rank] is None]
@@ -93,22 +82,6 @@ def _watch(
         time.sleep(_POLL_S)
     print(f"megarl: {signal.Signals(received[0]).name}, stopping", file=sys.stderr, flush=True)
     return 128 + received[0]
-
-
-def _listens(process: Process) -> bool:
-    if process.port is None:
-        return False
-    with socket.socket() as probe:
-        probe.settimeout(_PROBE_S)
-        return probe.connect_ex(("127.0.0.1", process.port)) == 0
-
-
-def _report(process: Process, code: int | None, when: str = "") -> None:
-    lines = [f"megarl: {process.name} ended with exit code {code}{when}"]
-    if process.log is not None:
-        lines[0] += f"; the end of {process.log}:"
-        lines += [f"  {line}" for line in process.tail().splitlines()]
-    print("\n".join(lines), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

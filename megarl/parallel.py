@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from torch.distributed import distributed_c10d
 
 from megarl import platform
 from megarl.config.schema import ParallelConfig
@@ -161,8 +162,13 @@ def initialize(parallel: ParallelConfig, *, seed: int, timeout_s: float = 1800.0
 
 
 def destroy() -> None:
-    """Forget Megatron's groups, so that `initialize` can make others."""
+    """End all groups but the world's, so that `initialize` can make others."""
     parallel_state.destroy_model_parallel()
+    # Megatron-Core 0.16.1 forgets its groups and does not end them: each keeps its threads and
+    # connections, and after a hundred layouts in one process thousands of them fight for a core.
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def data_parallel_group_with_cp() -> dist.ProcessGroup:

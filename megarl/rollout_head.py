@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from megarl.config.run import GRPOConfig
 from megarl.data.datasets import load_rows
 from megarl.data.prompts import PromptStream
+from megarl.rollout import restarts
 from megarl.rollout.api import RolloutWorkflow
 from megarl.rollout.backends import make_client
 from megarl.rollout.engine import RemoteInferenceEngine
@@ -68,6 +69,8 @@ class RolloutHead:
             clients,
             batch_size=config.train_dataset.batch_size,
             dump_dir=run_dir if config.rollout.dump_to_file else None,
+            comeback_s=config.rollout.setup_timeout_s if restarts.folder() else 0.0,
+            on_lost=restarts.ask_for_restart,
         )
         self.workflow = self._workflow(config.gconfig)
         accept = config.rollout.should_accept_fn

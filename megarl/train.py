@@ -49,12 +49,16 @@ def train(config: GRPOConfig, run_dir: Path, addresses: list[str], mesh: Mesh) -
         longest = config.gconfig.max_new_tokens
         actor = PPOActor(config.actor, engine, max_response_tokens=longest, stats=stats)
         ref = MegatronEngine(config.ref, mesh) if config.ref else None
-        coordinator = DistRolloutCoordinator(config, head, mesh)
         checkpoints = Checkpointer(config, run_dir, engine, steps_per_epoch)
         recovery = Recovery(config, run_dir, engine, steps_per_epoch)
         evaluations = Frequency(config.evaluator, steps_per_epoch)
         servers, weights_dir = head.engine if head else None, run_dir / "weights"
         pusher = make_pusher(config.weight_update, servers, engine, folder=weights_dir)
+
+        def refit() -> None:
+            push_weights(engine, head, pusher, version=engine.version)
+
+        coordinator = DistRolloutCoordinator(config, head, mesh, refit)
 
         prompts = head.prompts if head else None
         first = recovery.restore(prompts, head)
@@ -62,8 +66,8 @@ def train(config: GRPOConfig, run_dir: Path, addresses: list[str], mesh: Mesh) -
         report.start(steps, after=first)
         push_weights(engine, head, pusher, version=first)
         evaluates = config.valid_dataset is not None
-        if head and evaluates and config.evaluator.at_start and first == 0:
-            report.evaluation(0, head.evaluate())
+        if evaluates and config.evaluator.at_start and first == 0:
+            report.evaluation(0, coordinator.evaluate())
 
         for step in range(first + 1, steps + 1):
             with stats.record_timing("rollout"):
@@ -85,8 +89,8 @@ def train(config: GRPOConfig, run_dir: Path, addresses: list[str], mesh: Mesh) -
                 checkpoints.after_step(step, last=step == steps)
             report.step(step, stats.export(mesh.cpu_group), pool_stats)
             is_last_eval = step == steps and config.evaluator.at_end
-            if head and evaluates and (evaluations.due(step) or is_last_eval):
-                report.evaluation(step, head.evaluate())
+            if evaluates and coordinator.agreed(evaluations.due(step) or is_last_eval):
+                report.evaluation(step, coordinator.evaluate())
             # Last: a run that goes on after this step finds all that the step reported.
             with stats.record_timing("checkpoint_for_recover"):
                 recovery.after_step(step, prompts, head)

@@ -28,7 +28,7 @@ from megarl.actor.engine import DTYPES, MegatronEngine
 from megarl.actor.micro_batch import Batch
 from megarl.actor.state import latest_state
 from megarl.actor.weights_state import load_weights
-from megarl.bridge.push import Pusher, Together
+from megarl.bridge.push import Members, Pusher, Together
 from megarl.bridge.sender import BroadcastSender
 from megarl.config.load import load
 from megarl.config.run import GRPOConfig
@@ -315,16 +315,16 @@ def _push(
 ) -> dict[str, int]:
     """The weights, gathered, into every server; a digest of each tensor, on rank 0. Collective."""
     update, sent = config.weight_update, dict[str, int]()
-    together = Together(engine.mesh.cpu_group)
+    together, members = Together(engine.mesh.cpu_group), Members(servers)
     sender = BroadcastSender(
-        servers,
+        members,
         together,
         bucket_bytes=update.bucket_bytes,
         timeout_s=update.timeout_s,
         device=platform.device(),
         digests=sent,
     )
-    pusher = Pusher(servers, sender, together, pause=update.pause, timeout_s=update.timeout_s)
+    pusher = Pusher(members, sender, together, pause=update.pause, timeout_s=update.timeout_s)
     pusher.push(engine.export, 1)
     if servers is not None:
         servers.set_version(1)

@@ -100,6 +100,12 @@ class LoopThread:
     def run(self, coro: Coroutine, timeout_s: float = REQUEST_TIMEOUT_S) -> Any:
         return self.start(coro).result(timeout_s)
 
+    def wait_for_clients(self) -> list[ServerClient]:
+        return self.clients
+
+    def refitted(self, clients: list[ServerClient]) -> None:
+        """All of these are always in use."""
+
     def drop(self, client: ServerClient, why: str) -> None:
         self.run(client.close())
         self.dropped[client.address] = why

@@ -6,7 +6,7 @@ through `scatter_batch`; what the servers need of the weights passes rank 0's se
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +20,9 @@ from megarl.config.schema import TrainEngineConfig
 from megarl.parallel import Mesh
 from megarl.rollout.api import AcceptFn, RolloutWorkflow, Row
 from megarl.rollout.remote import RemoteVLLMEngine, RowStream
-from megarl.rollout_head import RolloutHead
+from megarl.rollout_head import Evaluation, RolloutHead
+
+_REFIT, _DONE = "refit", "done"
 
 
 @contextlib.contextmanager
@@ -40,10 +42,24 @@ def open_rollout(
 
 
 class DistRolloutCoordinator:
-    """prepare_batch for all ranks: rank 0 collects, every replica gets its share."""
+    """What rank 0's pool does for all ranks: batches and evaluations.
 
-    def __init__(self, config: GRPOConfig, head: RolloutHead | None, mesh: Mesh) -> None:
+    While rank 0 waits for episodes the others stand by: servers that were lost and came back get
+    their weights from all ranks.
+
+    Args:
+      refit: the present weights into all servers; collective.
+    """
+
+    def __init__(
+        self,
+        config: GRPOConfig,
+        head: RolloutHead | None,
+        mesh: Mesh,
+        refit: Callable[[], object],
+    ) -> None:
         self.config, self.head, self.mesh = config, head, mesh
+        self._refit = refit
         self.num_batches = 0
         """Batches handed out; a run that goes on sets it."""
 
@@ -54,14 +70,48 @@ class DistRolloutCoordinator:
         """
         batch: Batch | None = None
         stats: dict[str, float] = {}
-        if self.head is not None:
-            head = self.head
-            batch = head.engine.prepare_batch(head.prompts, head.workflow, head.should_accept)
-            stats = self.head.engine.export_stats()
+        with self._standing_by() as head:
+            if head is not None:
+                batch = head.engine.prepare_batch(head.prompts, head.workflow, head.should_accept)
+                stats = head.engine.export_stats()
         seed = self.config.seed + self.num_batches
         self.num_batches += 1
         minibatches = self.config.actor.ppo_n_minibatches
         return scatter_batch(batch, self.mesh, n_minibatches=minibatches, seed=seed), stats
+
+    def evaluate(self) -> Evaluation | None:
+        """The held-out rows under the servers' present weights; None on other ranks than 0."""
+        with self._standing_by() as head:
+            return head.evaluate() if head is not None else None
+
+    def agreed(self, yes: bool) -> bool:
+        """Rank 0's answer, for what its clock decides."""
+        return self._from_rank_0(yes)
+
+    @contextlib.contextmanager
+    def _standing_by(self) -> Iterator[RolloutHead | None]:
+        """The head on rank 0; on the others None, once rank 0 has left the same block."""
+        if self.head is None:
+            while self._from_rank_0(None) == _REFIT:
+                self._refit()
+            yield None
+            return
+
+        def refit_all() -> None:
+            self._from_rank_0(_REFIT)
+            self._refit()
+
+        self.head.engine.refit = refit_all
+        try:
+            yield self.head
+        finally:
+            self.head.engine.refit = None
+        self._from_rank_0(_DONE)
+
+    def _from_rank_0(self, value: Any) -> Any:
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self.mesh.cpu_group)
+        return values[0]
 
 
 class _OutOfRows(Exception):

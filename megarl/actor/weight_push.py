@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megarl import platform
 from megarl.actor.engine import MegatronEngine
 from megarl.bridge.disk import DiskSender
-from megarl.bridge.push import Pusher, ServerPool, Together, WeightSender, ask_all
+from megarl.bridge.push import Members, Pusher, ServerPool, Together, WeightSender, ask_all
 from megarl.bridge.sender import BroadcastSender
 from megarl.bridge.sharded import ShardedSender
 from megarl.config.schema import WeightUpdateConfig
@@ -33,17 +33,17 @@ def make_pusher(
     Raises:
       WeightUpdateError: mode auto, and a server does not answer.
     """
-    together = Together(engine.mesh.cpu_group)
+    together, members = Together(engine.mesh.cpu_group), Members(servers)
     mode = update.mode
     if mode == "auto":
         mode = together.from_rank_0(together("say what they can", lambda: _best_mode(servers)))
     sender: WeightSender
     if mode == "disk":
         assert folder is not None, "mode disk needs a folder"
-        sender = DiskSender(servers, together, folder=folder, timeout_s=update.timeout_s)
+        sender = DiskSender(members, together, folder=folder, timeout_s=update.timeout_s)
     elif mode == "sharded":
         sender = ShardedSender(
-            servers,
+            members,
             LocalTensors(engine.chunks, engine.spec, engine.mesh),
             together,
             bucket_bytes=update.bucket_bytes,
@@ -53,13 +53,13 @@ def make_pusher(
         )
     else:
         sender = BroadcastSender(
-            servers,
+            members,
             together,
             bucket_bytes=update.bucket_bytes,
             timeout_s=update.timeout_s,
             device=platform.device(),
         )
-    return Pusher(servers, sender, together, pause=update.pause, timeout_s=update.timeout_s)
+    return Pusher(members, sender, together, pause=update.pause, timeout_s=update.timeout_s)
 
 
 def push_weights(
@@ -90,5 +90,6 @@ def _best_mode(servers: ServerPool | None) -> Literal["sharded", "broadcast"] | 
     """What every server can do; None on other ranks than 0."""
     if servers is None:
         return None
-    have_agents = ask_all(servers, "say what they can", lambda c: c.has_agent(), 60.0)
+    clients = servers.clients
+    have_agents = ask_all(servers, clients, "say what they can", lambda c: c.has_agent(), 60.0)
     return "sharded" if all(have_agents) else "broadcast"

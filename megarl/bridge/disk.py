@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megarl.bridge.push import ServerPool, Together, ask_all, ask_each
+from megarl.bridge.push import Members, Together
 from megarl.errors import EngineError
 from megarl.rollout.api import NO_VERSION
 from megarl.rollout.client import ServerClient
@@ -28,15 +28,15 @@ class DiskSender:
     """A `WeightSender`. Only rank 0 writes.
 
     Args:
-      servers: on rank 0, the servers' clients and their loop; None on the others.
+      members: the servers, on rank 0.
       folder: the sender's own; trainer and servers see it under one path.
       timeout_s: one request.
     """
 
     def __init__(
-        self, servers: ServerPool | None, together: Together, *, folder: Path, timeout_s: float
+        self, members: Members, together: Together, *, folder: Path, timeout_s: float
     ) -> None:
-        self._servers, self._together = servers, together
+        self._members, self._together = members, together
         self._folder, self._timeout_s = folder.absolute(), timeout_s
         self._num_bytes = 0
         self._has_begun = False
@@ -45,7 +45,7 @@ class DiskSender:
         """Write them."""
 
         def write() -> None:
-            if self._servers is None:
+            if self._members.pool is None:
                 for _ in weights:
                     raise AssertionError("only rank 0 is given tensors")
                 return
@@ -63,11 +63,10 @@ class DiskSender:
         self._has_begun = True
 
         def read() -> int:
-            if self._servers is None:
+            if self._members.pool is None:
                 return 0
             target = self._target(version)
-            ask_all(
-                self._servers,
+            self._members.ask(
                 f"load {target}",
                 lambda c: c.load_from_disk(str(target), version, self._timeout_s),
                 self._timeout_s,
@@ -82,9 +81,6 @@ class DiskSender:
         return num_bytes
 
     def abandon(self, timeout_s: float) -> dict[ServerClient, EngineError]:
-        if self._servers is None:
-            return {}
-        clients = self._servers.clients
         begun, self._has_begun = self._has_begun, False
 
         async def end(client: ServerClient) -> None:
@@ -92,9 +88,7 @@ class DiskSender:
                 await client.set_version(NO_VERSION, timeout_s)
             await client.health(timeout_s)
 
-        answers = ask_each(self._servers, clients, end, timeout_s)
-        found = zip(clients, answers, strict=True)
-        return {client: answer for client, answer in found if isinstance(answer, EngineError)}
+        return self._members.failing(end, timeout_s)
 
     def close(self) -> None:
         """The last version stays: servers may read it again."""

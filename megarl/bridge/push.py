@@ -34,14 +34,22 @@ class ServerPool(Protocol):
     """What a push needs of the rollout engine."""
 
     clients: list[ServerClient]
-    """Of the servers that are in use."""
+    """Of the servers that are up."""
+
+    def wait_for_clients(self) -> list[ServerClient]:
+        """Those, once there is one. EngineError if none comes."""
+        ...
+
+    def refitted(self, clients: list[ServerClient]) -> None:
+        """These servers have the present weights, and may answer requests."""
+        ...
 
     def run(self, coro: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """The result of `coro`, run on the loop that the clients belong to."""
         ...
 
     def drop(self, client: ServerClient, why: str) -> None:
-        """Use this server no more; its requests go to the others. EngineError: it is the last."""
+        """This server is dead; its requests go to the others. EngineError: none will come."""
         ...
 
 
@@ -125,36 +133,42 @@ class Together:
 
 
 class Members:
-    """The servers that a group was made with; rank 0's alone are real."""
+    """The servers of a push. Only rank 0 has any; on other ranks nothing is asked."""
 
     def __init__(self, servers: ServerPool | None) -> None:
-        self._servers = servers
+        self.pool = servers
         self.clients: list[ServerClient] = []
 
     def renew(self) -> None:
-        """From now on those that are in use."""
-        if self._servers is not None:
-            self.clients = list(self._servers.clients)
-
-    @property
-    def are_current(self) -> bool:
-        """Whether all of them are in use, and no other."""
-        return self._servers is None or self.clients == self._servers.clients
+        """From now on those that are up. Waits for one; WeightUpdateError if none comes."""
+        if self.pool is not None:
+            try:
+                self.clients = list(self.pool.wait_for_clients())
+            except EngineError as error:
+                raise WeightUpdateError(f"servers: {error}") from error
 
     def ask(
         self, what: str, call: Callable[[ServerClient], Awaitable[T]], timeout_s: float
     ) -> list[T]:
         """`ask_all` of them; nothing on other ranks than 0."""
-        if self._servers is None:
-            return []
-        return ask_all(self._servers, what, call, timeout_s, clients=self.clients)
+        return ask_all(self.pool, self.clients, what, call, timeout_s) if self.pool else []
+
+    def failing(
+        self, call: Callable[[ServerClient], Awaitable[T]], timeout_s: float
+    ) -> dict[ServerClient, EngineError]:
+        """Those that fail in `call`, and how."""
+        if self.pool is None:
+            return {}
+        answers = ask_each(self.pool, self.clients, call, timeout_s)
+        found = zip(self.clients, answers, strict=True)
+        return {client: answer for client, answer in found if isinstance(answer, EngineError)}
 
 
 class Pusher:
     """Pushes by one sender, with every fault of a server.
 
     Args:
-      servers: on rank 0, the servers' clients and their loop; None on the others.
+      members: as the sender has them.
       sender: of this rank.
       pause: what requests in flight do meanwhile, see ServerClient.pause.
       timeout_s: one control request.
@@ -162,14 +176,14 @@ class Pusher:
 
     def __init__(
         self,
-        servers: ServerPool | None,
+        members: Members,
         sender: WeightSender,
         together: Together,
         *,
         pause: PauseMode,
         timeout_s: float,
     ) -> None:
-        self._servers, self.sender, self._together = servers, sender, together
+        self._members, self.sender, self._together = members, sender, together
         self._pause, self._timeout_s = pause, timeout_s
 
     def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> PushStats:
@@ -185,6 +199,7 @@ class Pusher:
         blameless = 0
         while True:
             try:
+                self._together("meet", self._members.renew)
                 self.sender.prepare(weights, version)
                 if not is_paused:
                     paused_at = paused_at or time.perf_counter()
@@ -192,6 +207,7 @@ class Pusher:
                     is_paused = True
                 num_bytes = self.sender.send(version)
                 self._together("resume the servers", self._resume_all)
+                self._together("go on", self._declare_ready)
                 break
             except WeightUpdateError as error:
                 blameless += not self._drop_the_dead(error)
@@ -209,46 +225,43 @@ class Pusher:
         self.sender.close()
 
     def _pause_all(self) -> None:
-        if self._servers is not None:
-            ask_all(
-                self._servers,
-                "pause",
-                lambda c: c.pause(self._pause, self._timeout_s),
-                self._timeout_s,
-            )
+        limit = self._timeout_s
+        self._members.ask("pause", lambda c: c.pause(self._pause, limit), limit)
 
     def _resume_all(self) -> None:
-        if self._servers is not None:
-            ask_all(self._servers, "resume", lambda c: c.resume(self._timeout_s), self._timeout_s)
+        self._members.ask("resume", lambda c: c.resume(self._timeout_s), self._timeout_s)
+
+    def _declare_ready(self) -> None:
+        if self._members.pool is not None:
+            self._members.pool.refitted(self._members.clients)
 
     def _drop_the_dead(self, error: WeightUpdateError) -> bool:
         """Whether there were any. Raises on all ranks if that leaves none."""
         dead = self.sender.abandon(self._timeout_s)
         last: str | None = None
         for client, reason in dead.items():
-            assert self._servers is not None, "rank 0 alone"
+            assert self._members.pool is not None, "rank 0 alone"
             logger.warning("weights: %s is dropped: %s; after: %s", client.address, reason, error)
             try:
-                self._servers.drop(client, str(reason))
+                self._members.pool.drop(client, str(reason))
             except EngineError as none_left:
                 last = str(none_left)
         num_dead, last = self._together.from_rank_0((len(dead), last))
         if last is not None:
             raise WeightUpdateError(f"{last}; after: {error}") from error
-        if not num_dead and self._servers is not None:
+        if not num_dead and self._members.pool is not None:
             logger.warning("weights: all servers are well, but: %s", error)
         return bool(num_dead)
 
 
 def ask_all(
     pool: ServerPool,
+    clients: Sequence[ServerClient],
     what: str,
     call: Callable[[ServerClient], Awaitable[T]],
     timeout_s: float,
-    *,
-    clients: Sequence[ServerClient] | None = None,
 ) -> list[T]:
-    """`call` of every server (or of these) at once, in their order.
+    """`call` of every server at once, in their order.
 
     Raises:
       WeightUpdateError: of all servers that failed, after all have answered.
@@ -262,7 +275,7 @@ def ask_all(
             errors.append(str(error))
             raise
 
-    answers = ask_each(pool, pool.clients if clients is None else clients, note, timeout_s)
+    answers = ask_each(pool, clients, note, timeout_s)
     if errors:
         raise WeightUpdateError(f"servers asked to {what}: " + "; ".join(errors))
     return cast("list[T]", answers)

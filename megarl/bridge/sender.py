@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megarl.bridge import stock_sglang
 from megarl.bridge.group import SOURCE_RANK, Transfer, WeightGroup, listen, open_group
-from megarl.bridge.push import Members, ServerPool, Together, ask_each, own_address
+from megarl.bridge.push import Members, Together, own_address
 from megarl.bridge.wire import Bucket, buckets, digest
 from megarl.errors import EngineError, WeightUpdateError
 from megarl.rollout.client import ServerClient
@@ -26,8 +26,7 @@ class BroadcastSender:
     """A `WeightSender` over one process group: rank 0 and every worker of every server.
 
     Args:
-      servers: on rank 0, the servers' clients and their loop; None on the others, which take
-        part in the export alone.
+      members: the servers, on rank 0; the other ranks take part in the export alone.
       bucket_bytes: most bytes of one message (a larger tensor is one alone); two are in memory.
       timeout_s: one bucket, or one control request.
       device: where buckets are packed; cpu is gloo, cuda NCCL.
@@ -37,7 +36,7 @@ class BroadcastSender:
 
     def __init__(
         self,
-        servers: ServerPool | None,
+        members: Members,
         together: Together,
         *,
         bucket_bytes: int,
@@ -45,11 +44,11 @@ class BroadcastSender:
         device: torch.device | str,
         digests: dict[str, int] | None = None,
     ) -> None:
-        self._servers, self._together = servers, together
+        self._members, self._together = members, together
         self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
         self._device = torch.device(device)
         self._digests = digests
-        self._members = Members(servers)
+        self._joined: list[ServerClient] = []
         self._group: WeightGroup | None = None
         self._stream: Iterator[Any] = iter(())
         self._has_begun = False
@@ -59,12 +58,12 @@ class BroadcastSender:
         self._together("join the weight group", self._connect)
 
         def pack_first() -> None:
-            if self._servers is None:
+            if self._members.pool is None:
                 self._stream = iter(weights)
                 return
             named = _with_digests(weights, self._digests) if self._digests is not None else weights
             stream = buckets(named, self._bucket_bytes, self._device)
-            if self._servers.clients[0].weight_protocol == "sglang":
+            if self._members.clients[0].weight_protocol == "sglang":
                 stream = stock_sglang.without_gaps(stream)
             if self._together.num_ranks > 1:
                 # The others take part in the export when they send, after all have met again.
@@ -82,7 +81,7 @@ class BroadcastSender:
 
         def stream_all() -> int:
             try:
-                return self._send(version) if self._servers is not None else 0
+                return self._send(version) if self._members.pool is not None else 0
             finally:
                 for _ in self._stream:  # the other ranks are in the export, too
                     pass
@@ -93,9 +92,6 @@ class BroadcastSender:
 
     def abandon(self, timeout_s: float) -> dict[ServerClient, EngineError]:
         self.close()
-        if self._servers is None:
-            return {}
-        clients = self._servers.clients
         begun, self._has_begun = self._has_begun, False
 
         async def end(client: ServerClient) -> None:
@@ -105,9 +101,7 @@ class BroadcastSender:
             else:
                 await client.health(timeout_s)
 
-        answers = ask_each(self._servers, clients, end, timeout_s)
-        found = zip(clients, answers, strict=True)
-        return {client: answer for client, answer in found if isinstance(answer, EngineError)}
+        return self._members.failing(end, timeout_s)
 
     def close(self) -> None:
         """Leave the group. The servers leave when they end, or with the next group."""
@@ -117,11 +111,11 @@ class BroadcastSender:
             self._group = None
 
     def _connect(self) -> None:
-        if self._servers is None or (self._group is not None and self._members.are_current):
+        clients = self._members.clients
+        if self._members.pool is None or (self._group is not None and self._joined == clients):
             return
         self.close()
-        self._members.renew()
-        clients = self._members.clients
+        self._joined = list(clients)
         sizes = self._ask("say how many workers they have", lambda c: c.world_size(self._timeout_s))
         world_size = 1 + sum(sizes)
         offsets = dict(zip(clients, accumulate(sizes, initial=1), strict=False))

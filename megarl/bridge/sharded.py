@@ -27,7 +27,7 @@ from megarl.bridge.group import WeightGroup, connect, listen, open_group
 from megarl.bridge.layout import workers_layout
 from megarl.bridge.needs import Needs, decode
 from megarl.bridge.plan import Plan, make_plan
-from megarl.bridge.push import Members, ServerPool, Together, ask_all, ask_each, own_address
+from megarl.bridge.push import Members, Together, ask_all, own_address
 from megarl.bridge.transport import Outgoing, send_all
 from megarl.errors import EngineError, EngineTimeout, WeightUpdateError
 from megarl.ops.pack import Box as PackBox
@@ -69,7 +69,7 @@ class ShardedSender:
     """A `WeightSender`, see the module.
 
     Args:
-      servers: on rank 0, the clients and their loop; None on the others.
+      members: the servers, on rank 0.
       weights: this rank's part of the model.
       bucket_bytes: most bytes out of and into one rank in a round; two rounds are in memory.
       timeout_s: one message, or one control request.
@@ -79,7 +79,7 @@ class ShardedSender:
 
     def __init__(
         self,
-        servers: ServerPool | None,
+        members: Members,
         weights: LocalWeights,
         together: Together,
         *,
@@ -88,10 +88,10 @@ class ShardedSender:
         device: torch.device | str,
         overlap: bool = False,
     ) -> None:
-        self._servers, self._weights, self._together = servers, weights, together
+        self._members, self._weights, self._together = members, weights, together
         self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
         self._device, self._overlap = torch.device(device), overlap
-        self._members = Members(servers)
+        self._joined: list[ServerClient] = []
         self._group: WeightGroup | None = None
         self._plan: Plan | None = None
         self._outgoing: Outgoing | None = None
@@ -115,9 +115,10 @@ class ShardedSender:
         Args:
           weights: not read: the ranks send what they hold.
         """
-        if self._together.from_rank_0(self._group is None or not self._members.are_current):
+        is_current = self._group is not None and self._joined == self._members.clients
+        if not self._together.from_rank_0(is_current):
             self.close()
-            self._members.renew()
+            self._joined = list(self._members.clients)
             self._connect()
         if self._overlap:
             self._together(
@@ -141,9 +142,6 @@ class ShardedSender:
 
     def abandon(self, timeout_s: float) -> dict[ServerClient, EngineError]:
         self.close()
-        if self._servers is None:
-            return {}
-        clients = self._servers.clients
         begun, self._has_begun = self._has_begun, False
 
         async def end(client: ServerClient) -> None:
@@ -151,9 +149,7 @@ class ShardedSender:
             if begun:
                 await client.set_version(NO_VERSION, timeout_s)
 
-        answers = ask_each(self._servers, clients, end, timeout_s)
-        found = zip(clients, answers, strict=True)
-        return {client: answer for client, answer in found if isinstance(answer, EngineError)}
+        return self._members.failing(end, timeout_s)
 
     def close(self) -> None:
         """Leave the group. The servers leave when they end, or with the next group."""
@@ -170,7 +166,7 @@ class ShardedSender:
 
         def meet() -> None:
             nonlocal store, told
-            if self._servers is None:
+            if self._members.pool is None:
                 return
             clients = self._members.clients
             self._trace_the_new(clients)
@@ -204,14 +200,14 @@ class ShardedSender:
         """Ask those that have not been asked; a server that comes again is another client."""
         named = self._weights.named
         tensors = [[name, shape, dtype] for name, (dtype, shape) in named.items()]
-        assert self._servers is not None, "rank 0 alone"
+        assert self._members.pool is not None, "rank 0 alone"
         new = [client for client in clients if client not in self._needs]
         answers = ask_all(
-            self._servers,
+            self._members.pool,
+            new,
             "trace their loaders",
             lambda c: c.command("trace", {"tensors": tensors}, self._timeout_s),
             self._timeout_s,
-            clients=new,
         )
         for client, of_workers in zip(new, answers, strict=True):
             self._needs[client] = [json.dumps(answer) for answer in of_workers]
@@ -276,7 +272,7 @@ class ShardedSender:
             raise
 
     def _send_and_land(self) -> int:
-        if self._servers is None:
+        if self._members.pool is None:
             return self._send_all()
         with ThreadPoolExecutor(1, "megarl-weight-requests") as thread:
             landed = thread.submit(self._land)
@@ -290,7 +286,7 @@ class ShardedSender:
 
     def _land(self) -> int:
         """All workers load; the bytes that this rank sent before, with `overlap`."""
-        if self._servers is None:
+        if self._members.pool is None:
             return self._num_bytes
         received = self._ask("load the weights", self._land_one)
         answers = [answer for of_server in received for answer in of_server]

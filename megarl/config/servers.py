@@ -45,12 +45,14 @@ class InferenceEngineConfig:
     """From the start of a server to its first healthy answer."""
     request_timeout_s: float = 3600.0
     request_retries: int = 3
+    server_restarts: int = 8
+    """How often each server that died is started again, in training; 0 is never."""
     dump_to_file: bool = False
     """Write finished trajectories to `RUN/rollout/VERSION/TASK.jsonl`."""
 
     def __post_init__(self) -> None:
         at_least(self, 1, "max_concurrent_rollouts", "consumer_batch_size", "queue_size")
-        at_least(self, 0, "max_head_offpolicyness", "request_retries")
+        at_least(self, 0, "max_head_offpolicyness", "request_retries", "server_restarts")
         above_zero(self, "setup_timeout_s", "request_timeout_s")
 
 

@@ -10,7 +10,7 @@ request is sent once.
 import asyncio
 import json
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import aiohttp
 
@@ -43,6 +43,12 @@ class ServerClient(ABC):
         self.num_retries = 0
         """Generations sent again so far."""
         self._sessions: dict[bool, aiohttp.ClientSession] = {}
+
+    def again(self) -> Self:
+        """Another client of the same address, for a server that was started again."""
+        return type(self)(
+            self.address, request_timeout_s=self.request_timeout_s, retries=self.retries
+        )
 
     # ------------------------------------------------------------------ generation
 

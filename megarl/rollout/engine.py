@@ -10,7 +10,7 @@ import concurrent.futures
 import logging
 import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _CONTROL_TIMEOUT_S = 120.0
+_CLIENTS_POLL_S = 0.25
 
 
 class Prompts(Protocol):
@@ -49,6 +50,7 @@ class RemoteInferenceEngine:
     Args:
       batch_size: B, the episodes of one training step.
       dump_dir: finished trajectories are written under it; None writes none.
+      comeback_s, on_lost: see Fleet.
     """
 
     def __init__(
@@ -58,12 +60,18 @@ class RemoteInferenceEngine:
         *,
         batch_size: int,
         dump_dir: Path | None = None,
+        comeback_s: float = 0.0,
+        on_lost: Callable[[str], None] = lambda address: None,
     ) -> None:
-        self.config, self.fleet = config, Fleet(clients)
+        self.config = config
+        self.fleet = Fleet(clients, comeback_s=comeback_s, on_lost=on_lost)
         self.batch_size = config.consumer_batch_size or batch_size
         self._dump_dir = dump_dir
         self._version = 0
         self._dead: EngineError | None = None
+        self.refit: Callable[[], None] | None = None
+        """What brings weights to servers that came back while the trainer waits here for
+        episodes. Runs in the trainer's thread."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
@@ -113,6 +121,10 @@ class RemoteInferenceEngine:
             if self._dead is not None:
                 future.cancel()
                 raise self._dead
+            if self.refit is not None and self.fleet.needs_weights:
+                refit, self.refit = self.refit, None  # what it asks of the loop waits here, too
+                refit()
+                self.refit = refit
             if deadline is not None and time.monotonic() > deadline:
                 future.cancel()
                 name = getattr(coro, "__qualname__", "a coroutine")
@@ -124,12 +136,26 @@ class RemoteInferenceEngine:
 
     @property
     def clients(self) -> list[ServerClient]:
-        """Of the servers in use."""
+        """Of the servers that are up."""
         return self.fleet.clients
 
+    def wait_for_clients(self) -> list[ServerClient]:
+        """Of the servers that are up, once there is one. EngineError if none comes back."""
+
+        async def wait() -> list[ServerClient]:
+            while not self.fleet.clients:  # noqa: ASYNC110 - it is asked once a push
+                await asyncio.sleep(_CLIENTS_POLL_S)
+            return self.fleet.clients
+
+        return self.run(wait(), timeout_s=None)
+
     def drop(self, client: ServerClient, why: str) -> None:
-        """Use this server no more; its requests go to the others. EngineError: it is the last."""
+        """This server is dead; its requests go to the others. EngineError: none will come."""
         self._call(self.fleet.drop, client, why)
+
+    def refitted(self, clients: Iterable[ServerClient]) -> None:
+        """These servers have the present weights, and may answer requests."""
+        self._call(self.fleet.refitted, list(clients))
 
     def _call(self, function: Any, *args: Any) -> Any:
         """Run a plain function on the loop."""
@@ -305,4 +331,4 @@ class RemoteInferenceEngine:
 
     def export_stats(self) -> dict[str, float]:
         stats: dict[str, float] = self._call(self.executor.export_stats)
-        return {**stats, "servers_lost": float(len(self.fleet.lost))}
+        return {**stats, "servers_lost": float(self.fleet.num_lost)}

@@ -88,8 +88,9 @@ class RunReporter:
         self._sink.commit(step, row)
         self._console.step(row)
 
-    def evaluation(self, step: int, result: EvaluationLike) -> None:
-        if self._console is None:
+    def evaluation(self, step: int, result: EvaluationLike | None) -> None:
+        """`result` is rank 0's; nothing on the others."""
+        if self._console is None or result is None:
             return
         self._evaluations.append(result.reward)
         row = {

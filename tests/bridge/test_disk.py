@@ -9,7 +9,7 @@ from safetensors import safe_open
 from tiny_server import LoopThread
 
 from megarl.bridge.disk import DiskSender, write_safetensors
-from megarl.bridge.push import Pusher, Together
+from megarl.bridge.push import Members, Pusher, Together
 from megarl.errors import WeightUpdateError
 from megarl.rollout.backends.vllm import VLLMClient
 
@@ -71,9 +71,9 @@ def server():
 
 
 def make_pusher(loop, folder, pause):
-    together = Together(None)
-    sender = DiskSender(loop, together, folder=folder, timeout_s=30)
-    return Pusher(loop, sender, together, pause=pause, timeout_s=30)
+    together, members = Together(None), Members(loop)
+    sender = DiskSender(members, together, folder=folder, timeout_s=30)
+    return Pusher(members, sender, together, pause=pause, timeout_s=30)
 
 
 def test_only_the_newest_version_stays(server, tmp_path):

@@ -11,7 +11,7 @@ import torch
 from tiny_server import generate, hf_logprobs, named_weights, random_model
 
 from megarl.bridge.disk import DiskSender
-from megarl.bridge.push import Pusher, Together
+from megarl.bridge.push import Members, Pusher, Together
 from megarl.bridge.sender import BroadcastSender
 from megarl.errors import EngineError, WeightUpdateError
 
@@ -34,11 +34,11 @@ def pusher(vllm_loop):
 
 
 def make_pusher(vllm_loop, pause="keep", **options):
-    together = Together(None)
+    together, members = Together(None), Members(vllm_loop)
     sender = BroadcastSender(
-        vllm_loop, together, bucket_bytes=BUCKET_BYTES, timeout_s=60.0, device="cpu", **options
+        members, together, bucket_bytes=BUCKET_BYTES, timeout_s=60.0, device="cpu", **options
     )
-    return Pusher(vllm_loop, sender, together, pause=pause, timeout_s=60.0)
+    return Pusher(members, sender, together, pause=pause, timeout_s=60.0)
 
 
 def error_of(model, prompt, chunk, temperature=1.0) -> float:
@@ -48,9 +48,9 @@ def error_of(model, prompt, chunk, temperature=1.0) -> float:
 
 def test_a_disk_push_brings_the_weights(vllm_loop, models, tmp_path):
     """Also as the first push into a server that was started without weights."""
-    together = Together(None)
-    sender = DiskSender(vllm_loop, together, folder=tmp_path / "weights", timeout_s=60.0)
-    pusher = Pusher(vllm_loop, sender, together, pause="keep", timeout_s=60.0)
+    together, members = Together(None), Members(vllm_loop)
+    sender = DiskSender(members, together, folder=tmp_path / "weights", timeout_s=60.0)
+    pusher = Pusher(members, sender, together, pause="keep", timeout_s=60.0)
     for version, model in enumerate(models):
         stats = pusher.push(named_weights(model), version)
         chunk = vllm_loop.run(generate(vllm_loop.clients[0], PROMPT, 32))

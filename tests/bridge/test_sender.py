@@ -7,7 +7,7 @@ import torch
 from fake_server import FakeServer
 from tiny_server import LoopThread
 
-from megarl.bridge.push import Pusher, Together
+from megarl.bridge.push import Members, Pusher, Together
 from megarl.bridge.sender import BroadcastSender
 from megarl.errors import WeightUpdateError
 from megarl.rollout.backends.vllm import VLLMClient
@@ -31,11 +31,11 @@ def servers():
 
 
 def make_pusher(loop, timeout_s=TIMEOUT_S):
-    together = Together(None)
+    together, members = Together(None), Members(loop)
     sender = BroadcastSender(
-        loop, together, bucket_bytes=1 << 12, timeout_s=timeout_s, device="cpu"
+        members, together, bucket_bytes=1 << 12, timeout_s=timeout_s, device="cpu"
     )
-    return Pusher(loop, sender, together, pause="keep", timeout_s=timeout_s)
+    return Pusher(members, sender, together, pause="keep", timeout_s=timeout_s)
 
 
 def some_weights(seed: int) -> list[tuple[str, torch.Tensor]]:

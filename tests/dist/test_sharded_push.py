@@ -21,7 +21,7 @@ from tiny_server import LoopThread, end_tree, generate, hf_logprobs, running_ser
 from megarl import parallel as mesh_module
 from megarl.bridge import sharded
 from megarl.bridge.forecast import forecast
-from megarl.bridge.push import Pusher, Together
+from megarl.bridge.push import Members, Pusher, Together
 from megarl.config.schema import ParallelConfig, RolloutParallelConfig
 from megarl.errors import WeightUpdateError
 from megarl.model.weights import LocalTensors
@@ -49,9 +49,9 @@ def client_of(address):
 
 
 def make_pusher(engine, loop, *, timeout_s=TIMEOUT_S, overlap=False):
-    together = Together(engine.mesh.cpu_group)
+    together, members = Together(engine.mesh.cpu_group), Members(loop)
     sender = sharded.ShardedSender(
-        loop,
+        members,
         LocalTensors(engine.chunks, engine.spec, engine.mesh),
         together,
         bucket_bytes=1 << 16,
@@ -59,7 +59,7 @@ def make_pusher(engine, loop, *, timeout_s=TIMEOUT_S, overlap=False):
         device="cpu",
         overlap=overlap,
     )
-    return Pusher(loop, sender, together, pause="keep", timeout_s=timeout_s)
+    return Pusher(members, sender, together, pause="keep", timeout_s=timeout_s)
 
 
 def with_engine(folder, parallel, addresses, action, *args):

@@ -117,14 +117,34 @@ def test_the_same_run_whichever_way_the_weights_take(tp2_run, tmp_path, way):
             assert row[key] == want[key], key
 
 
+def kill_server(run, index):
+    """All processes of a server of a run, at once."""
+    commands = {pid: c for pid, c in run.processes().items() if "guard.py" not in c}
+    (pid,) = [pid for pid, command in commands.items() if f" --seed {index} " in command]
+    for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+        process.kill()
+
+
+def test_a_run_waits_for_its_only_server_to_come_back(tmp_path):
+    """It is given the present weights before it answers anybody."""
+    run = Run("train", *SYNCHRONOUS, "total_train_steps=4", root=tmp_path)
+    run.wait_for_step()
+    kill_server(run, 0)
+    assert run.wait() == 0, run.text()
+    assert "it is started again in 1 s" in run.text()
+    assert [row["step"] for row in run.steps()] == [1, 2, 3, 4]
+    assert run.steps()[-1]["rollout/servers_lost"] == 1
+    for row in run.steps():
+        assert row["prox_behave_gap_max"] < 1e-4
+        assert row["staleness_max"] == 0
+    run.assert_nothing_is_left()
+
+
 def test_a_run_goes_on_without_one_of_two_servers(tmp_path):
     two = ["rollout.parallel.dp=2", "cluster.n_gpus_per_node=4", "total_train_steps=5"]
-    run = Run("train", *SYNCHRONOUS, *two, root=tmp_path)
+    run = Run("train", *SYNCHRONOUS, *two, "rollout.server_restarts=0", root=tmp_path)
     run.wait_for_step()
-    commands = {pid: c for pid, c in run.processes().items() if "guard.py" not in c}
-    (second,) = [pid for pid, command in commands.items() if " --seed 1 " in command]
-    for process in [psutil.Process(second), *psutil.Process(second).children(recursive=True)]:
-        process.kill()
+    kill_server(run, 1)
     assert run.wait() == 0, run.text()
     assert "server 1 ended with exit code" in run.text()
     assert [row["step"] for row in run.steps()] == [1, 2, 3, 4, 5]
@@ -138,7 +158,7 @@ ENDLESS = ["total_train_steps=1000", "valid_dataset=null", "train_dataset.batch_
 
 @pytest.mark.parametrize("how", ["Ctrl-C", "kill -9 of the launcher", "a server that dies"])
 def test_no_process_is_left(tmp_path, how):
-    run = Run("train", *ENDLESS, root=tmp_path)
+    run = Run("train", *ENDLESS, "rollout.server_restarts=0", root=tmp_path)
     run.wait_for_step()
     before = run.processes()
     servers = [pid for pid, command in before.items() if "EngineCore" in command]

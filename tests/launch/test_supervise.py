@@ -15,10 +15,14 @@ LAUNCHER = """\
 import json, os, signal, sys
 from pathlib import Path
 from megarl.launch.process import Process
+from megarl.launch.servers import Servers
 from megarl.launch.supervise import supervise
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run may have it ignored
 folder, servers, ranks, limits = Path(sys.argv[1]), *map(json.loads, sys.argv[2:])
+restarts = {"restarts": limits.pop("restarts", 0)}
+if restarts["restarts"]:
+    restarts["requests"] = folder / "requests"
 
 def process(name, argv):
     log = None if name == "rank 0" else folder / f"{name}.log"
@@ -26,7 +30,7 @@ def process(name, argv):
     return Process(name, argv, env=os.environ, log=log, port=port)
 
 sys.exit(supervise(
-    [process(f"server {i}", argv) for i, argv in enumerate(servers)],
+    Servers([process(f"server {i}", argv) for i, argv in enumerate(servers)], **restarts),
     [process(f"rank {i}", argv) for i, argv in enumerate(ranks)],
     **limits,
 ))
@@ -106,6 +110,7 @@ open({up!r}, "w").close()
 while not os.path.exists({end!r}): time.sleep(0.01)
 sys.exit(3)
 """
+WAIT = "import time\nwhile True: time.sleep(1)"
 RANK = """
 import os, socket, time
 for up, end, port in {servers}:
@@ -133,6 +138,59 @@ def test_a_run_goes_on_without_a_server_that_was_up(tmp_path):
     assert out.startswith("one less\n")
     for i in range(2):
         assert f"server {i} ended with exit code 3 before the trainer was done" in err
+
+
+MORTAL_SERVER = """
+import os, socket, sys, time
+with open({lives!r}, "a") as file: file.write("x")
+listener = socket.create_server(("127.0.0.1", {port}))
+if os.path.getsize({lives!r}) == 1: listener.accept()  # the launcher, which looks once
+while os.path.getsize({lives!r}) > {deaths}: time.sleep(0.01)
+sys.exit(3)
+"""
+WAIT_FOR_LIVES = """
+import os, sys, time
+while not os.path.exists({lives!r}) or os.path.getsize({lives!r}) < {count}: time.sleep(0.01)
+"""
+
+
+def test_a_server_that_dies_is_started_again(tmp_path):
+    lives, (port,) = str(tmp_path / "lives"), free_ports(1)
+    server = [port, *script(MORTAL_SERVER.format(lives=lives, port=port, deaths=2))]
+    rank = script(WAIT_FOR_LIVES.format(lives=lives, count=3) + "print('there')")
+    with launch(tmp_path, [server], [rank], restarts=2) as launcher:
+        out, err = launcher.communicate(timeout=60)
+    assert (launcher.returncode, out) == (0, "there\n"), err
+    for delay in (1, 2):
+        assert f"exit code 3 before the trainer was done; it is started again in {delay} s" in err
+
+
+def test_a_server_that_keeps_dying_ends_the_run(tmp_path):
+    lives, (port,) = str(tmp_path / "lives"), free_ports(1)
+    server = [port, *script(MORTAL_SERVER.format(lives=lives, port=port, deaths=99))]
+    with launch(tmp_path, [server], [script(WAIT)], restarts=1) as launcher:
+        _, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == 3
+    assert (tmp_path / "lives").read_text() == "xx"
+    assert "0 of 1 servers are left" in err
+
+
+def test_a_sick_server_is_started_again_when_the_trainer_asks(tmp_path):
+    lives, (port,) = str(tmp_path / "lives"), free_ports(1)
+    server = [port, *script(MORTAL_SERVER.format(lives=lives, port=port, deaths=0))]
+    ask = f"open({str(tmp_path / 'requests' / str(port))!r}, 'w').close()"
+    # Its life in the log begins when it listens, which the launcher sees within a second.
+    rank = script(
+        WAIT_FOR_LIVES.format(lives=lives, count=1)
+        + f"import socket\nwhile socket.socket().connect_ex(('127.0.0.1', {port})): pass\n"
+        + ask
+        + WAIT_FOR_LIVES.format(lives=lives, count=2)
+    )
+    with launch(tmp_path, [server], [rank], restarts=1) as launcher:
+        _, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == 0, err
+    assert "server 0 ended with exit code" in err
+    assert "it is started again in 1 s" in err
 
 
 @pytest.mark.parametrize(

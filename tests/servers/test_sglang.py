@@ -20,7 +20,7 @@ from tiny_server import (
 
 from megarl.bridge.disk import DiskSender
 from megarl.bridge.needs import decode
-from megarl.bridge.push import Pusher, Together
+from megarl.bridge.push import Members, Pusher, Together
 from megarl.bridge.sender import BroadcastSender
 from megarl.config.schema import GenerationHyperparameters, InferenceEngineConfig
 from megarl.errors import EngineError, WeightUpdateError
@@ -48,11 +48,11 @@ def pusher(sglang_loop):
 
 
 def make_pusher(loop, pause="keep", **options):
-    together = Together(None)
+    together, members = Together(None), Members(loop)
     sender = BroadcastSender(
-        loop, together, bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S, device="cpu", **options
+        members, together, bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S, device="cpu", **options
     )
-    return Pusher(loop, sender, together, pause=pause, timeout_s=TIMEOUT_S)
+    return Pusher(members, sender, together, pause=pause, timeout_s=TIMEOUT_S)
 
 
 def error_of(model, prompt, chunk, temperature=1.0) -> float:
@@ -223,9 +223,9 @@ def test_the_engine_asks_for_the_rest_of_aborted_requests(sglang_server, models)
 
 
 def test_a_disk_push_brings_the_weights(sglang_loop, models, tmp_path):
-    together = Together(None)
-    sender = DiskSender(sglang_loop, together, folder=tmp_path / "weights", timeout_s=TIMEOUT_S)
-    pusher = Pusher(sglang_loop, sender, together, pause="keep", timeout_s=TIMEOUT_S)
+    together, members = Together(None), Members(sglang_loop)
+    sender = DiskSender(members, together, folder=tmp_path / "weights", timeout_s=TIMEOUT_S)
+    pusher = Pusher(members, sender, together, pause="keep", timeout_s=TIMEOUT_S)
     for version, model in enumerate(models):
         pusher.push(named_weights(model), version)
         chunk = sample(sglang_loop, 32)
