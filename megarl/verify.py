@@ -32,6 +32,7 @@ from megarl.bridge.push import Members, Pusher, Together
 from megarl.bridge.sender import BroadcastSender
 from megarl.config.load import load
 from megarl.config.run import GRPOConfig
+from megarl.model import families
 from megarl.model.build import read_hf_config
 from megarl.model.layout import Piece
 from megarl.model.weights import SafetensorsFolder
@@ -159,7 +160,10 @@ def _computing_values(c: dict[str, Any]) -> dict[str, Any]:
         *("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
         *("num_key_value_heads", "head_dim", "intermediate_size", "hidden_act", "rms_norm_eps"),
         *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
-        *("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"),
+        *("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "n_routed_experts"),
+        *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+        *("n_shared_experts", "first_k_dense_replace", "n_group", "topk_group"),
+        *("routed_scaling_factor", "rope_interleave"),
     )
     values = {name: c[name] for name in names if c.get(name) is not None}
     values["tie_word_embeddings"] = bool(c.get("tie_word_embeddings", False))
@@ -228,7 +232,8 @@ def _roundtrip(engine: MegatronEngine, reference: Path, mesh: Mesh) -> list[Chec
         return []
     wrong, seen = [], set()
     with SafetensorsFolder(reference) as source:
-        names = source.names()
+        config = read_hf_config(reference)
+        names = {name for name in source.names() if not families.is_untrained(config, name)}
         if engine.spec.tied_embeddings:
             names.discard("lm_head.weight")  # some files repeat the embedding
         for name, tensor in engine.export:

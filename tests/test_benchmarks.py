@@ -117,3 +117,23 @@ def test_floors_are_bytes_over_bandwidth():
     assert result.returncode == 0
     # 8192 tokens x 151936 columns x 2 bytes / 4000 GB/s
     assert " 0.622 / 1.867 / 1.245" in result.stdout
+
+
+@pytest.mark.server
+def test_every_way_of_a_push_is_timed_and_checked(tmp_path):
+    path = tmp_path / "bridge.json"
+    result = python("bridge.py", "--quick", "--json", str(path))
+    assert result.returncode == 0, result.stderr
+    found = json.loads(path.read_text())
+    rows = {row["way"]: row for row in found["rows"]}
+    assert list(rows) == ["broadcast", "sharded", "sharded, overlap", "disk"]
+    weight_bytes = 4 * found["environment"]["parameters"]
+    for name, row in rows.items():
+        assert row["total_s"]["median"] >= row["pause_s"]["median"] > 0
+        assert name in result.stdout
+        if name.startswith("sharded"):
+            assert row["bytes_sent"] == row["bytes_optimal"] == weight_bytes
+            # Two workers: each takes half of what is cut, and all of what is not.
+            assert weight_bytes < sum(row["bytes_into_workers"]) < 1.2 * weight_bytes
+        else:
+            assert row["bytes_sent"] >= weight_bytes

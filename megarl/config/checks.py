@@ -26,7 +26,7 @@ from megarl.config.schema import (
 )
 from megarl.errors import ConfigError
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "kimi_k2")
 """`model_type` of the models the trainer builds."""
 DATASET_SUFFIXES = (".json", ".jsonl", ".parquet")
 
@@ -126,6 +126,11 @@ def _check_model(section: str, config: TrainEngineConfig) -> _Model:
             f"{section}.path: {model.folder} holds no *.safetensors; "
             f"{section}.init_from_scratch=true starts from random weights"
         )
+    if quantised := model.values.get("quantization_config"):
+        raise ConfigError(
+            f"{section}.path: {model.folder} holds weights quantised by "
+            f"{quantised.get('quant_method')!r}; the trainer reads bfloat16 or float32"
+        )
     _check_layout(f"{section}.parallel", config.parallel, model)
     if model.experts is not None and config.parallel.tp > 1 and not config.sequence_parallel:
         raise ConfigError(
@@ -149,9 +154,9 @@ def _check_layout(key: str, parallel: ParallelConfig, model: _Model) -> None:
             raise ConfigError(f"{key}.tp: {tp} does not divide {name} {count} of {folder}")
     layers = model.size("num_hidden_layers")
     chunks = parallel.pp * (parallel.vpp or 1)
-    if layers % chunks:
+    if layers < chunks:
         raise ConfigError(
-            f"{key}.pp: pp {parallel.pp} * vpp {parallel.vpp or 1} = {chunks} does not divide "
+            f"{key}.pp: pp {parallel.pp} * vpp {parallel.vpp or 1} = {chunks} is more than "
             f"num_hidden_layers {layers} of {folder}"
         )
     if parallel.ep > 1 and model.experts is None:

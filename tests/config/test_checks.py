@@ -62,12 +62,12 @@ def test_legal_fine_tuning(run_file):
             r"actor.parallel.tp: 8 does not divide num_key_value_heads 4 of \S+model$",
         ),
         (
-            ["actor.world_size=4", "actor.parallel.pp=4"],
-            r"actor.parallel.pp: pp 4 \* vpp 1 = 4 does not divide num_hidden_layers 6",
+            ["actor.world_size=8", "actor.parallel.pp=8", "cluster.n_gpus_per_node=9"],
+            r"actor.parallel.pp: pp 8 \* vpp 1 = 8 is more than num_hidden_layers 6",
         ),
         (
-            ["actor.world_size=2", "actor.parallel={pp: 2, vpp: 2}"],
-            r"actor.parallel.pp: pp 2 \* vpp 2 = 4 does not divide num_hidden_layers 6",
+            ["actor.world_size=2", "actor.parallel={pp: 2, vpp: 4}"],
+            r"actor.parallel.pp: pp 2 \* vpp 4 = 8 is more than num_hidden_layers 6",
         ),
         (["rollout.parallel.tp=3"], r"rollout.parallel.tp: 3 does not divide num_attention_heads"),
         (
