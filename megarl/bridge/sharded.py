@@ -92,6 +92,8 @@ class ShardedSender:
         self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
         self._device, self._overlap = torch.device(device), overlap
         self._joined: list[ServerClient] = []
+        self._group_name: dict[str, str] = {}
+        """An argument of commands: a worker that has joined another trainer's group refuses."""
         self._group: WeightGroup | None = None
         self._plan: Plan | None = None
         self._outgoing: Outgoing | None = None
@@ -121,10 +123,7 @@ class ShardedSender:
             self._joined = list(self._members.clients)
             self._connect()
         if self._overlap:
-            self._together(
-                "have the workers receive",
-                lambda: self._ask("receive", lambda c: c.command("receive", {}, self._timeout_s)),
-            )
+            self._together("have the workers receive", self._have_them_receive)
             self._num_bytes = self._together("send weights", self._send_all)
 
     def send(self, version: int) -> int:
@@ -179,6 +178,7 @@ class ShardedSender:
 
         self._together("meet", meet)
         told = _Told(*self._together.from_rank_0(told))
+        self._group_name = {"group_name": f"{told.host}:{told.port}"}
         self._plan = self._make_plan(told)
         rank = self._together.rank
         self._outgoing = Outgoing(self._plan, rank, self._weights.sources, self._device)
@@ -271,6 +271,10 @@ class ShardedSender:
             self._gave_up.set()
             raise
 
+    def _have_them_receive(self) -> None:
+        limit = self._timeout_s
+        self._ask("receive", lambda c: c.command("receive", self._group_name, limit))
+
     def _send_and_land(self) -> int:
         if self._members.pool is None:
             return self._send_all()
@@ -303,7 +307,7 @@ class ShardedSender:
         A server's failure ends the push for all.
         """
         limit = 2 * self._timeout_s + CONTROL_TIMEOUT_S
-        answer = asyncio.ensure_future(client.command("land", {}, limit))
+        answer = asyncio.ensure_future(client.command("land", self._group_name, limit))
         gave_up_at: float | None = None
         while not answer.done():
             await asyncio.wait([answer], timeout=1.0)

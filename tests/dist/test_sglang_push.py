@@ -52,7 +52,7 @@ def push_while_busy(engine, loop):
         loop.run(generate(client, PROMPT, 4))
         assert not running.done()
         try:
-            loop.run(client.command("land", {}))
+            loop.run(client.command("land", pusher.sender._group_name))
         except EngineError as error:
             refusal = str(error)
         assert not running.done()
@@ -70,7 +70,7 @@ def error_of(model, chunk):
 @pytest.mark.parametrize(
     ("family", "parallel", "overlap"),
     [
-        ("qwen3", ParallelConfig(tp=2), False),
+        ("qwen3", ParallelConfig(tp=2, pp=2), False),
         ("qwen3_moe", ParallelConfig(tp=2, ep=2, etp=1), True),
     ],
 )
@@ -80,13 +80,14 @@ def test_a_server_of_two_workers_has_the_new_weights(ranks, tmp_path, family, pa
     model = save_tiny_hf(folder, family, tied=family == "qwen3", **SIZES)
     with running_sglang(tmp_path, tp=2, config=model.config) as server:
         run = (with_engine, folder, parallel, server.address)
-        results = ranks(2).run(*run, push_twice, overlap)
+        world = parallel.tp * parallel.pp
+        results = ranks(world).run(*run, push_twice, overlap)
         loop = LoopThread([client_of(server.address)])
         try:
             chunk = loop.run(generate(loop.clients[0], PROMPT, 32))
         finally:
             loop.close()
-        busy = ranks(2).run(*run, push_while_busy) if not overlap else None
+        busy = ranks(world).run(*run, push_while_busy) if not overlap else None
 
     assert error_of(model, chunk) < TOLERANCE
     assert set(chunk.versions) == {2}
@@ -102,7 +103,7 @@ def test_a_server_of_two_workers_has_the_new_weights(ranks, tmp_path, family, pa
     expected = forecast(
         model.config.to_dict(),
         parallel,
-        2,
+        world,
         RolloutParallelConfig(tp=2),
         itemsize=4,
         bucket_bytes=1 << 16,

@@ -151,10 +151,14 @@ EXPERT_PARALLEL = ("--enable-expert-parallel",)
         (("qwen3_moe", False), {"tp": 2, "ep": 2, "etp": 1}, 2, {"tp": 2}, (), True),
         (("qwen3_moe", False), {"pp": 2}, 2, {"tp": 2}, EXPERT_PARALLEL, False),
         (("llama", False), {"tp": 2}, 2, {"pp": 2}, (), False),
-        (("llama", False), {"pp": 2}, 2, {"dp": 2}, (), False),
+        (("llama", False), {"tp": 2, "pp": 2}, 4, {"dp": 2}, (), False),
+        (("qwen3_moe", False), {"tp": 2, "ep": 2, "etp": 1}, 2, {"dp": 2}, (), False),
     ],
     indirect=["model"],
-    ids=["tp2 pp2 to tp2", "moe tp2 ep2 to tp2", "moe to ep2", "tp2 to pp2", "pp2 to two"],
+    ids=[
+        *("tp2 pp2 to tp2", "moe tp2 ep2 to tp2", "moe to ep2", "tp2 to pp2"),
+        *("tp2 pp2 to two", "moe tp2 ep2 to two"),
+    ],
 )
 def test_servers_have_the_new_weights(
     ranks, start_servers, model, parallel, world, servers, extra_args, overlap

@@ -335,7 +335,7 @@ def test_a_trace_finds_all_tensors_and_changes_none(sglang_loop, pusher, models)
     ("name", "arguments", "words"),
     [
         ("dance", {}, "KeyError: 'dance'"),
-        ("land", {}, "join comes first"),
+        ("land", {"group_name": ""}, "join comes first"),
         ("join", {"port": "x"}, "TypeError"),
         ("trace", {"tensors": [["model.norm.weight", [3], "float32"]]}, "AssertionError"),
     ],

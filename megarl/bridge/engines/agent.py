@@ -76,6 +76,7 @@ class Agent:
         self._worker = worker
         self._named: dict[str, tuple[str, list[int]]] = {}
         self._group: WeightGroup | None = None
+        self._group_name = ""
         self._incoming: Incoming | None = None
         self._trace_found: Trace | None = None
         self._landing: Landing | None = None
@@ -109,6 +110,7 @@ class Agent:
         self, host: str, port: int, first_rank: int, world_size: int, timeout_s: float
     ) -> None:
         self._leave()
+        self._group_name = f"{host}:{port}"
         rank = first_rank + self._worker.rank
         store = connect(host, port, timeout_s)
         with self._worker.joining():
@@ -124,14 +126,14 @@ class Agent:
             engine=self._worker.engine,
         )
 
-    def _receive(self) -> None:
-        group, incoming, _ = self._joined()
+    def _receive(self, group_name: str) -> None:
+        group, incoming, _ = self._joined(group_name)
         self._end_inbox()
         self._inbox = _Inbox(group, incoming)
 
-    def _land(self) -> list[int]:
+    def _land(self, group_name: str) -> list[int]:
         """Bytes that were received, and whether they went straight into the model."""
-        group, incoming, landing = self._joined()
+        group, incoming, landing = self._joined(group_name)
         if self._inbox is not None:
             rounds = iter(self._inbox.take(group.timeout_s))
             self._inbox = None
@@ -149,9 +151,12 @@ class Agent:
             logger.debug("megarl: weights go through the engine's loader: %s: %s", name, reason)
         return [incoming.num_bytes, 0]
 
-    def _joined(self) -> tuple[WeightGroup, Incoming, Landing]:
+    def _joined(self, group_name: str) -> tuple[WeightGroup, Incoming, Landing]:
         if self._group is None or self._incoming is None or self._landing is None:
             raise RuntimeError("join comes first")
+        if group_name != self._group_name:
+            # Another trainer's: whoever asks would be waited for in vain.
+            raise RuntimeError(f"joined the group of {self._group_name}, not of {group_name}")
         return self._group, self._incoming, self._landing
 
     def _leave(self) -> None:
