@@ -1,0 +1,186 @@
+"""Agents that are written with a client of OpenAI's or Anthropic's, as a workflow.
+
+class Agent:
+    async def run(self, data, base_url, api_key, **extra):
+        client = AsyncOpenAI(base_url=base_url, api_key=api_key)
+        ...
+        return reward
+"""
+
+import asyncio
+import importlib
+import importlib.util
+import inspect
+from typing import Any
+
+from megarl.config.schema import GenerationHyperparameters
+from megarl.rollout import workflow_context
+from megarl.rollout.api import GenerationEngine, RolloutWorkflow, Row
+from megarl.rollout.proxy.export import ExportStyle, export
+from megarl.rollout.proxy.server import AgentProxy
+from megarl.rollout.proxy.session import Limits
+from megarl.rollout.proxy.template import ChatTemplate
+from megarl.trajectory import Trajectory, concat_padded
+
+
+class AgentTimeout(Exception):
+    """An agent did not return within its time."""
+
+
+class AgentSampledNothing(Exception):
+    """An agent returned without a completion: there is nothing to train."""
+
+
+class AgentWorkflow(RolloutWorkflow):
+    """Runs an agent against a proxy of the rollout loop, and trains what was sampled for it.
+
+    `gconfig.n_samples` runs of the agent on a row go on at the same time and form a group.
+    What the agent returns is its reward, on the last answer it got; see proxy.export for what
+    earlier ones are worth. An agent that returns None has set rewards through the proxy, or
+    its run is left out. What the agent raises rejects the episode, counted by its name.
+
+    The agent runs in the rollout loop: it must not block it. Clients have to be the
+    asynchronous ones. In an evaluation requests may have sampling of their own.
+
+    Args:
+      agent: an object, a class, or the class's `package.module:Class`, with
+        `async def run(self, data, **kw)`. It gets `base_url`, `api_key`, and `http_client`
+        (httpx.AsyncClient for this run alone) if it names it or takes any keyword. One object
+        runs all episodes.
+      agent_options: arguments of the class.
+      timeout_s: of one run.
+      export_style, turn_discount: see proxy.export.
+      limits: of the proxy.
+
+    Raises:
+      ValueError: the agent has no `async def run`, options were given for an object, timeout_s
+        is not above 0, the tokenizer has no chat template, or what `export` refuses.
+    """
+
+    def __init__(
+        self,
+        agent: Any,
+        gconfig: GenerationHyperparameters,
+        tokenizer: Any,
+        *,
+        agent_options: dict[str, Any] | None = None,
+        timeout_s: float = 3600.0,
+        export_style: ExportStyle = "turns",
+        turn_discount: float = 1.0,
+        enable_thinking: bool = False,
+        limits: Limits | None = None,
+    ) -> None:
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s must be above 0, got {timeout_s}")
+        if not 0 <= turn_discount <= 1 or export_style not in ("turns", "concat"):
+            raise ValueError(
+                "need turn_discount in [0, 1] and export_style turns or concat, got "
+                f"{turn_discount}, {export_style!r}"
+            )
+        self.agent = _load(agent, agent_options or {})
+        self._takes_http_client = _takes_http_client(self.agent.run)
+        ChatTemplate(tokenizer)
+        self.gconfig, self.tokenizer, self.timeout_s = gconfig, tokenizer, timeout_s
+        self.export_style, self.turn_discount = export_style, turn_discount
+        self.enable_thinking, self.limits = enable_thinking, limits
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def arun_episode(self, engine: GenerationEngine, data: Row) -> Trajectory | None:
+        """The rows of all runs; None if none of them was given a reward."""
+        proxy = await self._proxy_of_the_loop(engine)
+        async with asyncio.TaskGroup() as tasks:
+            runs = [
+                tasks.create_task(self._run(proxy, engine, data, index))
+                for index in range(self.gconfig.n_samples)
+            ]
+        kept = [rows for run in runs if (rows := run.result()) is not None]
+        return concat_padded(kept) if kept else None
+
+    async def _run(
+        self, proxy: AgentProxy, engine: GenerationEngine, data: Row, index: int
+    ) -> Trajectory | None:
+        seed = self.gconfig.seed
+        if seed is not None:  # distinct for each row and run, the same each time
+            row = int(data.get("row_id", 0)) * self.gconfig.n_samples + index
+            seed = (seed * 1_000_003 + row) * 4096 % (1 << 31)
+        session = proxy.open_session(
+            engine=engine,
+            gconfig=self.gconfig.new(n_samples=1, seed=seed),
+            may_change_sampling=workflow_context.get().is_eval,
+        )
+        try:
+            reward = await self._call(data, base_url=proxy.base_url, api_key=session.api_key)
+        finally:
+            if not session.is_ended:  # by the agent itself
+                proxy.end(session.session_id)
+        if not session.completions:
+            raise AgentSampledNothing(f"{self._name} returned {reward!r} and asked for nothing")
+        if reward is not None:
+            session.set_reward(float(reward))
+        if not session.has_reward:
+            return None
+        return export(session, self.export_style, self.turn_discount)
+
+    async def _call(self, data: Row, **access: str) -> Any:
+        try:
+            async with asyncio.timeout(self.timeout_s) as limit:
+                if not self._takes_http_client:
+                    return await self.agent.run(data, **access)
+                # The clients' packages bring it. Its TLS is not needed here, and slow to set up.
+                httpx = importlib.import_module("httpx")
+                async with httpx.AsyncClient(verify=False, timeout=self.timeout_s) as client:
+                    return await self.agent.run(data, http_client=client, **access)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise  # the agent's own
+            raise AgentTimeout(f"{self._name} did not return within {self.timeout_s} s") from error
+
+    @property
+    def _name(self) -> str:
+        return type(self.agent).__qualname__
+
+    async def _proxy_of_the_loop(self, engine: GenerationEngine) -> AgentProxy:
+        """One for all episodes. It ends with the loop, which cancels its tasks."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop = loop
+            self._proxy = AgentProxy(
+                engine,
+                self.tokenizer,
+                self.gconfig,
+                admin_key="",  # sessions are opened here alone
+                enable_thinking=self.enable_thinking,
+                limits=self.limits,
+            )
+            self._start = asyncio.create_task(self._proxy.start(), name="agent-proxy-start")
+            self._keeper = asyncio.create_task(_close_with_loop(self._proxy), name="agent-proxy")
+        await asyncio.shield(self._start)
+        return self._proxy
+
+
+async def _close_with_loop(proxy: AgentProxy) -> None:
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await proxy.close()
+
+
+def _load(agent: Any, options: dict[str, Any]) -> Any:
+    target = agent
+    if isinstance(agent, str):
+        module, _, name = agent.partition(":")
+        agent = getattr(importlib.import_module(module), name)
+    if isinstance(agent, type):
+        agent = agent(**options)
+    elif options:
+        raise ValueError("agent_options are for a class, not for an object")
+    if not inspect.iscoroutinefunction(getattr(agent, "run", None)):
+        raise ValueError(f"{target!r} has no `async def run(self, data, **kw)`")
+    return agent
+
+
+def _takes_http_client(run: Any) -> bool:
+    parameters = inspect.signature(run).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    is_there = importlib.util.find_spec("httpx") is not None
+    return "http_client" in parameters or (takes_any and is_there)
