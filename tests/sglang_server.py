@@ -20,9 +20,17 @@ from megarl.rollout.servers import ServerCommand, sglang_command
 
 @contextmanager
 def running_sglang(
-    folder: Path, *, tp: int = 1, config: tr.PreTrainedConfig | None = None
+    folder: Path,
+    *,
+    tp: int = 1,
+    config: tr.PreTrainedConfig | None = None,
+    plugins: str = "megarl",
 ) -> Iterator[RunningServer]:
-    """With random weights that no test knows. Ends with its whole tree."""
+    """With random weights that no test knows. Ends with its whole tree.
+
+    Args:
+      plugins: names of those that SGLang may load.
+    """
     model_folder, log = folder / "model", folder / "server.log"
     (config or random_model(0).config).save_pretrained(model_folder)
     byte_tokenizer().save_pretrained(model_folder)
@@ -44,6 +52,7 @@ def running_sglang(
         server_index=0,
     )
     # The name of the machine may have no address that gloo can listen on.
-    command = ServerCommand(command.argv, {"GLOO_SOCKET_IFNAME": "lo", **command.env})
+    env = {"GLOO_SOCKET_IFNAME": "lo", "SGLANG_PLUGINS": plugins, **command.env}
+    command = ServerCommand(command.argv, env)
     with serving(command, address, log) as process:
         yield RunningServer(f"http://{address}", model_folder, log, process.pid)

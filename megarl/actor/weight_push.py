@@ -36,7 +36,7 @@ def make_pusher(
     together, members = Together(engine.mesh.cpu_group), Members(servers)
     mode = update.mode
     if mode == "auto":
-        mode = together.from_rank_0(together("say what they can", lambda: _best_mode(servers)))
+        mode = together.from_rank_0(together("say what they can", lambda: best_mode(servers)))
     sender: WeightSender
     if mode == "disk":
         assert folder is not None, "mode disk needs a folder"
@@ -86,7 +86,7 @@ def push_weights(
     return stats
 
 
-def _best_mode(servers: ServerPool | None) -> Literal["sharded", "broadcast"] | None:
+def best_mode(servers: ServerPool | None) -> Literal["sharded", "broadcast"] | None:
     """What every server can do; None on other ranks than 0."""
     if servers is None:
         return None

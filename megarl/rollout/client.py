@@ -124,9 +124,9 @@ class ServerClient(ABC):
           EngineError: a worker could not; its words.
         """
 
+    @abstractmethod
     async def has_agent(self, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
-        """Whether its workers know `command`."""
-        return True
+        """Whether megarl's plugin is in its workers, so that they know `command`."""
 
     # ------------------------------------------------------------------ gathered broadcast
 

@@ -23,6 +23,10 @@ def test_the_server_is_healthy_and_has_one_worker(vllm_loop):
     assert vllm_loop.run(vllm_loop.clients[0].world_size()) == 1
 
 
+def test_megarls_plugin_is_in_the_server(vllm_loop):
+    assert vllm_loop.run(vllm_loop.clients[0].has_agent())
+
+
 def test_a_seed_repeats_a_sample(vllm_loop):
     first, second = (ask(vllm_loop, 24, seed=7, ignore_eos=True) for _ in range(2))
     assert first.tokens == second.tokens

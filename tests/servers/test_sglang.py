@@ -9,6 +9,7 @@ import concurrent.futures
 
 import pytest
 import torch
+from sglang_server import running_sglang
 from tiny_server import (
     LoopThread,
     byte_tokenizer,
@@ -18,6 +19,7 @@ from tiny_server import (
     random_model,
 )
 
+from megarl.actor.weight_push import best_mode
 from megarl.bridge.disk import DiskSender
 from megarl.bridge.needs import decode
 from megarl.bridge.push import Members, Pusher, Together
@@ -309,6 +311,21 @@ def test_workers_tell_what_they_were_given(sglang_loop, models):
     pusher.close()
     with pytest.raises(EngineError, match="no digests were asked for"):
         sglang_loop.run(sglang_loop.clients[0].weight_digests())
+
+
+def test_the_way_of_weights_is_chosen_by_what_a_server_can(sglang_loop, models, tmp_path):
+    """With megarl's plugin from shard to shard, without it by SGLang's own routes."""
+    assert best_mode(sglang_loop) == "sharded"
+    with running_sglang(tmp_path, plugins="none") as plain:
+        loop = LoopThread([SGLangClient(plain.address, request_timeout_s=TIMEOUT_S, retries=1)])
+        try:
+            assert best_mode(loop) == "broadcast"
+            pusher = make_pusher(loop)
+            pusher.push(named_weights(models[0]), 1)
+            assert error_of(models[0], PROMPT, sample(loop, 32)) < TOLERANCE
+            pusher.close()
+        finally:
+            loop.close()
 
 
 def checksums(loop):

@@ -3,6 +3,7 @@
 The engine's plugin gives an agent what only it can do (trace its loader, load tensors), and
 hands it the trainer's commands, which arrive at all workers of a server at once:
 
+    hello    nothing: an agent is there
     trace    what this worker's loader takes of each HF tensor
     join     the weight group, for the plan that lies in its store
     receive  begin to take the next push in, in a thread, while requests are still answered
@@ -85,6 +86,7 @@ class Agent:
     def handle(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """`{"result": ...}`, or `{"error": text}`."""
         commands: dict[str, Callable[..., Any]] = {
+            "hello": lambda: None,
             "trace": self._trace,
             "join": self._join,
             "receive": self._receive,

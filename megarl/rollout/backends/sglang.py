@@ -102,6 +102,16 @@ class SGLangClient(ServerClient):
         answers, _ = json.JSONDecoder().raw_decode(answer["message"])
         return results_of(self.address, name, answers)
 
+    async def has_agent(self, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
+        try:
+            await self.command("hello", {}, timeout_s)
+        except EngineError as error:
+            # SGLang's own words for an action that no plugin has taken.
+            if "Unsupported action" not in str(error):
+                raise
+            return False
+        return True
+
     # ------------------------------------------------------------------ gathered broadcast
 
     async def init_weight_group(
