@@ -17,6 +17,7 @@ from typing import Literal
 
 from megarl.config.load import dump
 from megarl.config.run import GRPOConfig, SFTConfig
+from megarl.config.servers import InferenceEngineConfig
 from megarl.errors import ConfigError
 from megarl.launch import folder, placement
 from megarl.launch.folder import claimed
@@ -24,6 +25,7 @@ from megarl.launch.placement import Machine, Placement
 from megarl.launch.process import Process
 from megarl.launch.servers import Servers
 from megarl.launch.supervise import supervise
+from megarl.rollout.membership import addresses_in_environment
 from megarl.rollout.servers import nccl_settings, sglang_command, vllm_command
 
 Program = Literal["train", "sft", "evaluate", "verify", "script"]
@@ -117,6 +119,8 @@ def plan(
     """The servers and the ranks of a run, not started. ConfigError if the GPUs are too few."""
     evaluating = program == "evaluate"
     rollout = config.rollout if isinstance(config, GRPOConfig) and with_servers else None
+    if rollout is not None and program in ("train", "script") and _are_elsewhere(rollout):
+        rollout = None
     num_servers = rollout.parallel.dp if rollout else 0
     server_size = rollout.parallel.tp * rollout.parallel.pp if rollout else 0
     num_ranks = 1 if evaluating else config.trainer_world_size
@@ -143,11 +147,11 @@ def plan(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(master_port),
     }
-    if machine.gpus and rollout is not None and rollout.backend == "sglang":
+    if machine.gpus and isinstance(config, GRPOConfig) and config.rollout.backend == "sglang":
         env |= nccl_settings()
     if ports:
         env["MEGARL_SERVER_ADDRS"] = ",".join(f"127.0.0.1:{port}" for port in ports)
-    if _restarts(config, program):
+    if servers and _restarts(config, program):
         env["MEGARL_RESTARTS"] = str(_requests(run_dir).absolute())
     if script is not None and config.actor.init_from_scratch:
         env["MEGARL_SERVERS_WITHOUT_WEIGHTS"] = "1"
@@ -164,6 +168,11 @@ def plan(
         for rank in range(num_ranks)
     ]
     return servers, ranks
+
+
+def _are_elsewhere(rollout: InferenceEngineConfig) -> bool:
+    """Whether somebody else starts the servers, and says where they are."""
+    return rollout.servers is not None or bool(addresses_in_environment())
 
 
 def _servers(

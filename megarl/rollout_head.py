@@ -32,6 +32,12 @@ class Evaluation:
     num_episodes: int
 
 
+def _comeback_s(config: GRPOConfig) -> float:
+    """How long a run without servers waits; 0 where nobody starts them again."""
+    somebody_does = restarts.folder() is not None or config.rollout.servers is not None
+    return config.rollout.setup_timeout_s if somebody_does else 0.0
+
+
 class RolloutHead:
     """What rank 0 holds: the engine, the prompts, the workflows, the rewards' processes."""
 
@@ -69,7 +75,7 @@ class RolloutHead:
             clients,
             batch_size=config.train_dataset.batch_size,
             dump_dir=run_dir if config.rollout.dump_to_file else None,
-            comeback_s=config.rollout.setup_timeout_s if restarts.folder() else 0.0,
+            comeback_s=_comeback_s(config),
             on_lost=restarts.ask_for_restart,
         )
         self.workflow = self._workflow(config.gconfig)

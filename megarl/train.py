@@ -30,6 +30,7 @@ from megarl.actor.weight_push import make_pusher, push_weights
 from megarl.config.load import load
 from megarl.config.run import BaseExperimentConfig, GRPOConfig
 from megarl.parallel import Mesh
+from megarl.rollout.membership import named_servers
 from megarl.stats.report import RunReporter
 from megarl.stats.tracker import StatsTracker
 
@@ -123,7 +124,7 @@ def main(arguments: list[str]) -> None:
     """`python -m megarl.train RUN_DIR`, started once a rank by a launcher."""
     run_dir = Path(arguments[0])
     config = load(run_dir / "config.yaml", [])
-    addresses = [f"http://{a}" for a in os.environ["MEGARL_SERVER_ADDRS"].split(",")]
+    addresses = named_servers(config.rollout.servers, config.rollout.setup_timeout_s)
     start = time.monotonic()
     with trainer_rank(config, config.actor.parallel) as mesh:
         train(config, run_dir, addresses, mesh)

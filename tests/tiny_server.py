@@ -137,6 +137,10 @@ class RunningServer:
     log: Path
     pid: int
 
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
 
 @contextmanager
 def running_server(
@@ -145,17 +149,24 @@ def running_server(
     parallel: RolloutParallelConfig | None = None,
     config: tr.PreTrainedConfig | None = None,
     extra_args: Sequence[str] = (),
+    names_versions: bool = True,
+    port: int | None = None,
 ) -> Iterator[RunningServer]:
-    """A vLLM server with random weights that no test knows. Ends with its whole tree."""
+    """A vLLM server with random weights that no test knows. Ends with its whole tree.
+
+    Args:
+      names_versions: has the route whose answers name the version of each token.
+      port: to listen on; None is any.
+    """
     model_folder, log = folder / "model", folder / "server.log"
     (config or random_model(0).config).save_pretrained(model_folder)
     byte_tokenizer().save_pretrained(model_folder)
-    address = f"127.0.0.1:{free_port()}"
-    host, _, port = address.partition(":")
+    host, port = "127.0.0.1", port or free_port()
+    address = f"{host}:{port}"
     command = vllm_command(
         str(model_folder),
         host,
-        int(port),
+        port,
         vllm=VLLMConfig(
             dtype="float32",
             max_model_len=MAX_MODEL_LEN,
@@ -168,6 +179,8 @@ def running_server(
         weight_backend=True,
         server_index=0,
     )
+    if not names_versions:
+        command.argv.remove("--enable-scale-out")
     with serving(command, address, log) as process:
         yield RunningServer(f"http://{address}", model_folder, log, process.pid)
 
@@ -193,15 +206,16 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def end_tree(pid: int) -> None:
-    """End a process and all that it started, politely first."""
+def end_tree(pid: int, *, politely: bool = True) -> None:
+    """End a process and all that it started."""
     try:
         root = psutil.Process(pid)
     except psutil.NoSuchProcess:
         return
-    tree = [root, *root.children(recursive=True)]
-    root.terminate()
-    _, alive = psutil.wait_procs(tree, timeout=10)
+    alive = [root, *root.children(recursive=True)]
+    if politely:
+        root.terminate()
+        _, alive = psutil.wait_procs(alive, timeout=10)
     for process in alive:
         process.kill()
     psutil.wait_procs(alive, timeout=10)

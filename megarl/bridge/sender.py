@@ -115,6 +115,11 @@ class BroadcastSender:
         if self._members.pool is None or (self._group is not None and self._joined == clients):
             return
         self.close()
+        if len({client.weight_protocol for client in clients}) > 1:
+            raise WeightUpdateError(
+                "weight_update.mode: broadcast has one group of one engine, and the servers are "
+                "of several; sharded and disk serve them all"
+            )
         self._joined = list(clients)
         sizes = self._ask("say how many workers they have", lambda c: c.world_size(self._timeout_s))
         world_size = 1 + sum(sizes)

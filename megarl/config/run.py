@@ -175,6 +175,8 @@ class GRPOConfig(BaseExperimentConfig):
         if self.actor.world_size is not None:
             return self.actor.world_size
         total = self.cluster.n_nodes * self.cluster.n_gpus_per_node
+        if self.rollout.servers is not None:
+            return total
         left = total - self.rollout.parallel.world_size
         if left < 1:
             raise ConfigError(

@@ -43,8 +43,18 @@ class InferenceEngineConfig:
     can use."""
     setup_timeout_s: float = 600.0
     """From the start of a server to its first healthy answer."""
+    servers: str | None = None
+    """Servers that somebody else starts and ends: a file with one `HOST:PORT` a line, read again
+    and again, or `dns://NAME:PORT`, see megarl.rollout.membership. None: those that the launcher
+    starts, or that MEGARL_SERVER_ADDRS names."""
     request_timeout_s: float = 3600.0
     request_retries: int = 3
+    max_tokens_per_request: int | None = 4096
+    """A longer response is asked for in parts of so many tokens, each with all before it as its
+    prompt: so much is lost with a server at most, and then a response may move to another one.
+    None asks once. A response with stop strings or a frequency penalty is always asked for once."""
+    token_timeout_s: float = 120.0
+    """A server that has requests and makes no token for so long is dead."""
     server_restarts: int = 8
     """How often each server that died is started again, in training; 0 is never."""
     dump_to_file: bool = False
@@ -52,8 +62,9 @@ class InferenceEngineConfig:
 
     def __post_init__(self) -> None:
         at_least(self, 1, "max_concurrent_rollouts", "consumer_batch_size", "queue_size")
+        at_least(self, 1, "max_tokens_per_request")
         at_least(self, 0, "max_head_offpolicyness", "request_retries", "server_restarts")
-        above_zero(self, "setup_timeout_s", "request_timeout_s")
+        above_zero(self, "setup_timeout_s", "request_timeout_s", "token_timeout_s")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,6 +23,9 @@ CONTROL_TIMEOUT_S = 60.0
 _FIRST_RETRY_DELAY_S = 0.5
 _KEEP_ALIVE_S = 3.0  # vLLM's servers close an idle connection after 5
 _MAX_ERROR_CHARS = 500
+_FIRST_SERVER_ERROR = 500
+_MAX_ANSWER_BYTES = 1 << 26
+"""A token with its logprob is about 100 bytes."""
 
 
 class ServerClient(ABC):
@@ -42,6 +45,9 @@ class ServerClient(ABC):
         self.retries = retries
         self.num_retries = 0
         """Generations sent again so far."""
+        self.num_pauses = 0
+        """Pauses that have begun."""
+        self.is_paused = False
         self._sessions: dict[bool, aiohttp.ClientSession] = {}
 
     def again(self) -> Self:
@@ -61,40 +67,61 @@ class ServerClient(ABC):
           ValueError: there is nothing to continue, or no token to ask for.
           EngineError: the server failed, or its answer is not one.
         """
-        path, payload = self._generation(request, gconfig, remaining)
         delay_s = _FIRST_RETRY_DELAY_S
-        for _ in range(self.retries):
+        for tries_left in reversed(range(self.retries + 1)):
             try:
-                return self._chunk(await self._generate(path, payload))
+                chunk = await self._generate(request, gconfig, remaining)
+                break
             except ConnectionBroken:
+                if not tries_left:
+                    raise
                 self.num_retries += 1
                 await asyncio.sleep(delay_s)
                 delay_s *= 2
-        return self._chunk(await self._generate(path, payload))
+        if len(chunk.tokens) > remaining:
+            raise EngineError(
+                f"{self.address}: {len(chunk.tokens)} tokens came, asked for {remaining}"
+            )
+        return chunk
 
     @abstractmethod
-    def _generation(
+    async def _generate(
         self, request: ModelRequest, gconfig: GenerationHyperparameters, remaining: int
-    ) -> tuple[str, dict[str, Any]]:
-        """Path and JSON body."""
+    ) -> GenerateChunk:
+        """Ask once. EngineError if a token lacks a logprob or a version."""
 
-    @abstractmethod
-    def _chunk(self, answer: Any) -> GenerateChunk:
-        """What the server said. EngineError if a token lacks a logprob or a version."""
-
-    @abstractmethod
     async def pause(self, mode: PauseMode, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         """Stop generating; requests wait until `resume`, with their KV cache dropped.
 
         keep: requests in flight wait too. abort: they are answered with the tokens so far.
         """
+        self.num_pauses += 1
+        self.is_paused = True
+        await self._pause(mode, timeout_s)
+
+    async def resume(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+        await self._resume(timeout_s)
+        self.is_paused = False
 
     @abstractmethod
-    async def resume(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None: ...
+    async def _pause(self, mode: PauseMode, timeout_s: float) -> None: ...
+
+    @abstractmethod
+    async def _resume(self, timeout_s: float) -> None: ...
+
+    # ------------------------------------------------------------------ health
 
     async def health(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         """Returns if the server can serve."""
         await self._request("GET", "/health", timeout_s=timeout_s)
+
+    @abstractmethod
+    async def check_engine(self, timeout_s: float) -> None:
+        """Returns once the engine has made a token, for whomever. Not of a paused server.
+
+        Raises:
+          EngineError: it has made none within `timeout_s`, or the server failed.
+        """
 
     # ------------------------------------------------------------------ weights
 
@@ -171,11 +198,6 @@ class ServerClient(ABC):
             _, session = self._sessions.popitem()
             await session.close()
 
-    async def _generate(self, path: str, payload: dict[str, Any]) -> Any:
-        return await self._request(
-            "POST", path, payload, timeout_s=self.request_timeout_s, keep_alive=True
-        )
-
     async def _request(
         self,
         method: str,
@@ -184,25 +206,33 @@ class ServerClient(ABC):
         *,
         timeout_s: float,
         keep_alive: bool = False,
+        as_text: bool = False,
     ) -> Any:
         """The answer's JSON, None if the body is empty. Raises for every status but 200."""
         asked = f"{self.address}: {method} {path.partition('?')[0]}"
         timeout = aiohttp.ClientTimeout(total=timeout_s)
+        body = bytearray()
         try:
             async with self._session(keep_alive).request(
                 method, self.address + path, json=payload, timeout=timeout
             ) as response:
-                body = await response.read()
+                async for part in response.content.iter_any():
+                    body += part
+                    if len(body) > _MAX_ANSWER_BYTES:
+                        raise EngineError(f"{asked}: more than {_MAX_ANSWER_BYTES} bytes")
         except TimeoutError as error:
             raise EngineTimeout(f"{asked}: no answer within {timeout_s:g} s") from error
         except aiohttp.ClientError as error:
             raise ConnectionBroken(f"{asked}: {error!r}") from error
         if response.status != 200:
-            raise EngineError(f"{asked}: status {response.status}: {_reason(body)}")
+            kind = ServerFailed if response.status >= _FIRST_SERVER_ERROR else Refused
+            raise kind(f"{asked}: status {response.status}: {_reason(body)}", response.status)
+        if as_text:
+            return body.decode(errors="replace")
         try:
             return json.loads(body) if body else None
-        except ValueError as error:
-            raise EngineError(f"{asked}: not JSON: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise EngineError(f"{asked}: not JSON: {str(error)[:_MAX_ERROR_CHARS]}") from error
 
     def _session(self, keep_alive: bool) -> aiohttp.ClientSession:
         """Made in the running loop, at the first request of its kind."""
@@ -222,12 +252,24 @@ class ConnectionBroken(EngineError):
     """No connection, or it ended before the answer."""
 
 
-def _reason(body: bytes) -> str:
+class Refused(EngineError):
+    """A status other than 200."""
+
+    def __init__(self, text: str, status: int) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class ServerFailed(Refused):
+    """A status of 500 or above: another server may well answer."""
+
+
+def _reason(body: bytearray) -> str:
     """What an error answer says, short."""
     text = body.decode(errors="replace")
     try:
         answer = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         answer = None
     if isinstance(answer, dict):
         error = answer.get("error", answer.get("detail", answer))

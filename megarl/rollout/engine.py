@@ -11,10 +11,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from megarl.config.schema import InferenceEngineConfig
+from megarl.config.schema import GenerationHyperparameters, InferenceEngineConfig
 from megarl.errors import EngineError, EngineTimeout
 from megarl.rollout.api import (
     AcceptFn,
@@ -23,9 +24,11 @@ from megarl.rollout.api import (
     RolloutWorkflow,
     Row,
 )
+from megarl.rollout.backends import make_client
 from megarl.rollout.client import PauseMode, ServerClient
 from megarl.rollout.executor import WorkflowExecutor
-from megarl.rollout.fleet import Fleet
+from megarl.rollout.fleet import Fleet, State
+from megarl.rollout.membership import read_servers
 from megarl.rollout.staleness import StalenessManager
 from megarl.trajectory import Trajectory
 
@@ -34,6 +37,8 @@ T = TypeVar("T")
 
 _CONTROL_TIMEOUT_S = 120.0
 _CLIENTS_POLL_S = 0.25
+_SEEDS = 1 << 31
+_SEED_STRIDE = 1_000_003
 
 
 class Prompts(Protocol):
@@ -64,7 +69,20 @@ class RemoteInferenceEngine:
         on_lost: Callable[[str], None] = lambda address: None,
     ) -> None:
         self.config = config
-        self.fleet = Fleet(clients, comeback_s=comeback_s, on_lost=on_lost)
+        source = config.servers
+        self.fleet = Fleet(
+            clients,
+            comeback_s=comeback_s,
+            on_lost=on_lost,
+            token_timeout_s=config.token_timeout_s,
+            members=partial(read_servers, source) if source is not None else None,
+            connect=partial(
+                make_client,
+                config.backend,
+                request_timeout_s=config.request_timeout_s,
+                retries=config.request_retries,
+            ),
+        )
         self.batch_size = config.consumer_batch_size or batch_size
         self._dump_dir = dump_dir
         self._version = 0
@@ -106,8 +124,7 @@ class RemoteInferenceEngine:
         if self._health_watch is not None:
             self._health_watch.cancel()
         await self.executor.close()
-        for client in self.clients:
-            await client.close()
+        await self.fleet.close()
 
     def run(self, coro: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
         """The result of `coro`, run on the loop. EngineTimeout after `timeout_s`."""
@@ -186,10 +203,12 @@ class RemoteInferenceEngine:
     # ------------------------------------------------------------------ generation (in the loop)
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        """One response, through any number of interruptions by weight updates.
+        """One response, through any number of interruptions.
 
-        An aborted request is asked again with its tokens so far as prompt, when generation
-        is resumed; each token keeps the logprob and version it was sampled with.
+        It is asked for in parts of at most `rollout.max_tokens_per_request`; what a pause ended
+        is asked for again when generation is resumed, and what a server owed that is lost, of
+        another one. Tokens so far are the next part's prompt; each keeps the logprob and version
+        it was sampled with.
 
         Raises:
           ValueError: the prompt leaves no room for a token.
@@ -204,24 +223,34 @@ class RemoteInferenceEngine:
             )
         out = ModelResponse(input_tokens=list(req.input_ids), stop_reason="abort")
         started = time.monotonic()
+        most = self._most_tokens(gconfig, budget)
         while out.stop_reason == "abort":
             await self._generating.wait()
             done = out.output_len
+            wanted = min(most, budget - done)
             part = ModelRequest(
                 rid=req.rid, input_ids=out.input_tokens + out.output_tokens, gconfig=gconfig
             )
-            rest = gconfig.new(min_new_tokens=max(0, gconfig.min_new_tokens - done))
-            chunk = await self.fleet.generate(part, rest, budget - done)
+            chunk = await self.fleet.generate(part, _rest(gconfig, done), wanted)
             if not done:
                 out.ttft_s = time.monotonic() - started
             out.output_tokens += chunk.tokens
             out.output_logprobs += chunk.logprobs
             out.output_versions += chunk.versions
             out.stop_reason = chunk.stop_reason  # type: ignore[assignment]
+            if out.stop_reason == "length" and len(chunk.tokens) == wanted:
+                out.stop_reason = "abort"  # of this part only
             if out.stop_reason == "abort" and out.output_len >= budget:
                 out.stop_reason = "length"
         out.latency_s = time.monotonic() - started
         return out
+
+    def _most_tokens(self, gconfig: GenerationHyperparameters, budget: int) -> int:
+        """Of one part. A server that sees a part looks for no stop string that began before it,
+        and counts no repetitions."""
+        is_one_piece = bool(gconfig.stop) or gconfig.frequency_penalty != 0
+        limit = None if is_one_piece else self.config.max_tokens_per_request
+        return budget if limit is None else limit
 
     # ------------------------------------------------------------------ versions and pauses
 
@@ -331,4 +360,17 @@ class RemoteInferenceEngine:
 
     def export_stats(self) -> dict[str, float]:
         stats: dict[str, float] = self._call(self.executor.export_stats)
-        return {**stats, "servers_lost": float(self.fleet.num_lost)}
+        servers = {
+            "servers_lost": float(self.fleet.num_lost),
+            "servers_ready": float(self.fleet.num_in(State.READY)),
+        }
+        return stats | servers
+
+
+def _rest(gconfig: GenerationHyperparameters, done: int) -> GenerationHyperparameters:
+    """For what follows the first `done` tokens."""
+    if not done:
+        return gconfig
+    # The same seed would draw the same numbers again.
+    seed = None if gconfig.seed is None else (gconfig.seed + done * _SEED_STRIDE) % _SEEDS
+    return gconfig.new(min_new_tokens=max(0, gconfig.min_new_tokens - done), seed=seed)

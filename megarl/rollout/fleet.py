@@ -1,40 +1,53 @@
-"""The servers of a run: which one a request goes to, and what becomes of those that are lost.
+"""The servers of a run: their states, and what becomes of requests whose server is lost.
 
-    READY    answers requests
-    STALE    is up and waits for weights: it was started again, or has just been added
-    DEAD     does not answer; it is asked for its health until it comes back, as STALE
+    STARTING   was added and has not answered yet
+    STALE      is up and waits for weights: it has just been added, or was started again
+    READY      answers requests
+    DRAINING   gets no new requests, and is left when it has answered those it has
+    DEAD       does not answer; it is asked for its health until it comes back, as STALE
 
-A request whose server is lost begins anew on another one, or waits until one is READY. Everything
-here runs in the rollout loop.
+A request whose server is lost is asked again of another one, or waits until one is READY. Which
+one it goes to is `megarl.rollout.router`'s to say. Everything here runs in the rollout loop.
 """
 
 import asyncio
 import enum
 import logging
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 from megarl.config.schema import GenerationHyperparameters
 from megarl.errors import EngineError
-from megarl.rollout.api import GenerateChunk, ModelRequest
-from megarl.rollout.client import ConnectionBroken, ServerClient
+from megarl.rollout.api import NO_VERSION, GenerateChunk, ModelRequest
+from megarl.rollout.client import ConnectionBroken, ServerClient, ServerFailed
+from megarl.rollout.router import BLOCK_TOKENS, Router
 
 logger = logging.getLogger(__name__)
 
 HEALTH_INTERVAL_S = 5.0
 UNHEALTHY_LIMIT_S = 30.0
 """A server without one good answer to /health for so long is dead."""
-_STICKY_REQUESTS = 16384
-"""Request ids whose server is remembered."""
+DRAIN_LIMIT_S = 120.0
+"""What a draining server has not answered by then is asked of another one."""
+MAX_FAILED_ANSWERS = 8
+"""A server whose answers are errors of its own, so many in a row, is dead."""
+_MAX_TRIES = 3
+"""Servers that may fail in one request before it is the request that is wrong."""
+_FIRST_USUAL_TOKENS = 512.0
+_USUAL_WEIGHT = 0.02
 
 
 class State(enum.Enum):
     """See the module."""
 
-    READY = "ready"
+    STARTING = "starting"
     STALE = "stale"
+    READY = "ready"
+    DRAINING = "draining"
     DEAD = "dead"
+
+
+_UP = (State.STALE, State.READY, State.DRAINING)
 
 
 class _Server:
@@ -43,9 +56,24 @@ class _Server:
     def __init__(self, client: ServerClient, state: State) -> None:
         self.client, self.state = client, state
         self.running: set[asyncio.Future[GenerateChunk]] = set()
-        self.last_good_s = time.monotonic()
+        self.outstanding_tokens = 0.0
+        self.last_answer_s = self.last_good_s = time.monotonic()
+        self.draining_since_s = 0.0
+        self.num_failed = 0
+        """Answers in a row that were errors of its own."""
         self.was_silent = False
         """Since it is dead: it has gone, so an answer is that of another process."""
+        self.was_ill = False
+        """Its last check failed, so it may have been started again since."""
+        self.check: asyncio.Task[EngineError | None] | None = None
+
+
+class _NoTokens(EngineError):
+    """A server that answers, and makes no tokens."""
+
+
+class _StartedAgain(EngineError):
+    """A server that was READY and knows nothing of a push."""
 
 
 class Fleet:
@@ -56,6 +84,10 @@ class Fleet:
       comeback_s: how long all may be dead before that is an error. 0 is for servers that nobody
         starts again.
       on_lost: called with the address of a server that died.
+      token_timeout_s: a server that has requests and makes no token for so long is dead.
+      members: the addresses of the servers there should be, asked again and again; None leaves
+        the fleet as it is.
+      connect: the client of an address.
     """
 
     def __init__(
@@ -64,25 +96,36 @@ class Fleet:
         *,
         comeback_s: float = 0.0,
         on_lost: Callable[[str], None] = lambda address: None,
+        token_timeout_s: float = 120.0,
+        members: Callable[[], Awaitable[list[str]]] | None = None,
+        connect: Callable[[str], ServerClient] | None = None,
     ) -> None:
         if not clients:
             raise ValueError("a rollout engine needs at least one server")
         self._servers = {client: _Server(client, State.READY) for client in clients}
-        self._server_of: OrderedDict[str, _Server] = OrderedDict()
+        self._router: Router[_Server] = Router()
         self._comeback_s, self._on_lost = comeback_s, on_lost
+        self._token_timeout_s = token_timeout_s
+        self._members, self._connect = members, connect
+        self._members_error = ""
+        self._usual_tokens = _FIRST_USUAL_TOKENS
+        """Of an answer, a running mean."""
+        self._left: list[ServerClient] = []
+        """To be closed."""
         self._some_ready = asyncio.Event()
         self._some_ready.set()
-        self._all_dead_since_s: float | None = None
+        self._none_up_since_s: float | None = None
         self.num_lost = 0
         """Servers that died so far."""
 
     @property
     def clients(self) -> list[ServerClient]:
-        """Of the servers that are up: what new weights go to."""
-        return [client for client, s in self._servers.items() if s.state is not State.DEAD]
+        """Of the servers that new weights go to."""
+        gets_weights = (State.STALE, State.READY)
+        return [client for client, s in self._servers.items() if s.state in gets_weights]
 
     def state_of(self, client: ServerClient) -> State:
-        """DEAD of one that is not here: it came back under another client."""
+        """DEAD of one that is not here: it left, or came back under another client."""
         server = self._servers.get(client)
         return State.DEAD if server is None else server.state
 
@@ -92,32 +135,78 @@ class Fleet:
         states = {server.state for server in self._servers.values()}
         return State.READY not in states and State.STALE in states
 
+    def num_in(self, state: State) -> int:
+        """Servers of this state."""
+        return sum(server.state is state for server in self._servers.values())
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for client in (*self._servers, *self._left):
+            await client.close()
+        self._left.clear()
+
+    # ------------------------------------------------------------------ requests
+
     async def generate(
         self, request: ModelRequest, gconfig: GenerationHyperparameters, remaining: int
     ) -> GenerateChunk:
-        """See ServerClient.generate. A request whose server is lost begins anew on another one.
+        """See ServerClient.generate. What a lost server was asked for is asked of another one.
 
         Raises:
-          EngineError: the server refused; or it is gone, and no other will come.
+          EngineError: the server refused, or several failed in this request; or the last one is
+            gone, and no other will come.
         """
+        failed: list[_Server] = []
         while True:
             await self._some_ready.wait()
-            server = self._choose(request.rid)
+            cost = len(request.input_ids) + min(remaining, self._usual_tokens)
+            server = self._choose(request, cost, failed)
             answer = asyncio.ensure_future(server.client.generate(request, gconfig, remaining))
             server.running.add(answer)
+            server.outstanding_tokens += cost
             try:
-                return await answer
+                chunk = await answer
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if server.state is not State.DEAD or (task is not None and task.cancelling()):
                     raise
+                continue
+            except ServerFailed as error:
+                server.num_failed += 1
+                if server.state is not State.READY:
+                    continue
+                failed.append(server)
+                if server.num_failed >= MAX_FAILED_ANSWERS:
+                    self.drop(server.client, f"{server.num_failed} errors in a row: {error}")
+                elif len(failed) >= _MAX_TRIES:
+                    raise
+                continue
             except EngineError as error:
                 if server.state is State.READY:
                     if not isinstance(error, ConnectionBroken):
                         raise
                     self.drop(server.client, str(error))
+                continue
             finally:
                 server.running.discard(answer)
+                server.outstanding_tokens -= cost
+            self._learn(server, request, chunk)
+            return chunk
+
+    def _choose(self, request: ModelRequest, cost: float, failed: list[_Server]) -> _Server:
+        ready = [s for s in self._servers.values() if s.state is State.READY]
+        others = [server for server in ready if server not in failed]
+        loads = {server: server.outstanding_tokens for server in others or ready}
+        return self._router.choose(request.rid, request.input_ids, cost, loads)
+
+    def _learn(self, server: _Server, request: ModelRequest, chunk: GenerateChunk) -> None:
+        server.last_answer_s = time.monotonic()
+        server.num_failed = 0
+        self._usual_tokens += _USUAL_WEIGHT * (len(chunk.tokens) - self._usual_tokens)
+        if len(request.input_ids) + len(chunk.tokens) >= BLOCK_TOKENS:
+            self._router.learn(server, request.input_ids + chunk.tokens)
+
+    # ------------------------------------------------------------------ states
 
     def drop(self, client: ServerClient, why: str) -> None:
         """A server is dead. One that is dead or unknown stays so.
@@ -133,10 +222,7 @@ class Fleet:
         logger.warning("server %s is lost: %s", client.address, why)
         server.state = State.DEAD
         self.num_lost += 1
-        for rid in [rid for rid, of in self._server_of.items() if of is server]:
-            del self._server_of[rid]
-        for answer in server.running:
-            answer.cancel()
+        self._abandon(server)
         self._on_lost(client.address)
         self._update()
 
@@ -146,11 +232,70 @@ class Fleet:
             server = self._servers.get(client)
             if server is not None and server.state is State.STALE:
                 server.state = State.READY
+                server.last_answer_s = time.monotonic()
                 logger.info("server %s is ready", client.address)
         self._update()
 
+    def set_members(self, addresses: Iterable[str]) -> None:
+        """From now on the servers of these addresses: others are added, or drained."""
+        assert self._connect is not None, "nobody can add to this fleet"
+        wanted = {client.address: client for client in map(self._connect, addresses)}
+        for server in list(self._servers.values()):
+            if wanted.pop(server.client.address, None) is None:
+                self._drain(server)
+            elif server.state is State.DRAINING:
+                server.state = State.STALE  # it may have missed a push
+        for client in wanted.values():
+            logger.info("server %s is added", client.address)
+            self._servers[client] = _Server(client, State.STARTING)
+        self._update()
+
+    def _drain(self, server: _Server) -> None:
+        if server.state is State.READY and server.running:
+            num_running = len(server.running)
+            logger.info("server %s is to go: %d requests", server.client.address, num_running)
+            server.state, server.draining_since_s = State.DRAINING, time.monotonic()
+        elif server.state is not State.DRAINING:
+            self._leave(server)
+
+    def _leave(self, server: _Server) -> None:
+        logger.info("server %s has left", server.client.address)
+        server.state = State.DEAD
+        del self._servers[server.client]
+        self._left.append(server.client)
+        self._abandon(server)
+
+    def _abandon(self, server: _Server) -> None:
+        """Its requests go elsewhere."""
+        self._router.forget(server)
+        for answer in server.running:
+            answer.cancel()
+
+    def _comes_back(self, server: _Server) -> None:
+        """As another process. Who had asked the one before must ask again: another client."""
+        del self._servers[server.client]
+        self._left.append(server.client)
+        server.state = State.DEAD
+        self._abandon(server)
+        client = server.client.again()
+        self._servers[client] = _Server(client, State.STALE)
+        logger.warning("server %s is up again", client.address)
+
+    def _update(self) -> None:
+        states = {server.state for server in self._servers.values()}
+        if State.READY in states:
+            self._some_ready.set()
+        else:
+            self._some_ready.clear()
+        if not states.isdisjoint(_UP):
+            self._none_up_since_s = None
+        elif self._none_up_since_s is None:
+            self._none_up_since_s = time.monotonic()
+
+    # ------------------------------------------------------------------ health
+
     async def watch(self) -> EngineError:
-        """Poll every server, drop the dead and take back those that are up again.
+        """Poll every server, drop the dead, take back those that are up again, let others leave.
 
         A server whose engine died may keep open the connections it will never answer (vLLM
         0.32 waits for them before it exits), so a request's own limit is not enough.
@@ -160,63 +305,96 @@ class Fleet:
         """
         for server in self._servers.values():
             server.last_good_s = time.monotonic()
-        while True:
-            servers = list(self._servers.values())
-            errors = await asyncio.gather(*(_error_of(server.client) for server in servers))
-            for server, error in zip(servers, errors, strict=True):
-                try:
-                    self._judge(server, error)
-                except EngineError as none_left:
-                    return none_left
-            if self._all_dead_since_s is not None:
-                dead_s = time.monotonic() - self._all_dead_since_s
-                if dead_s > self._comeback_s:
-                    return EngineError(f"no server has come back for {dead_s:.0f} s")
-            await asyncio.sleep(HEALTH_INTERVAL_S)
+        try:
+            while True:
+                await self._ask_for_members()
+                for server in list(self._servers.values()):
+                    try:
+                        self._look_at(server)
+                    except EngineError as none_left:
+                        return none_left
+                while self._left:
+                    await self._left.pop().close()
+                if self._none_up_since_s is not None:
+                    dead_s = time.monotonic() - self._none_up_since_s
+                    if dead_s > self._comeback_s:
+                        return EngineError(f"no server has come back for {dead_s:.0f} s")
+                await asyncio.sleep(HEALTH_INTERVAL_S)
+        finally:
+            for server in self._servers.values():
+                if server.check is not None:
+                    server.check.cancel()
+
+    async def _ask_for_members(self) -> None:
+        if self._members is None:
+            return
+        try:
+            addresses = await self._members()
+        except EngineError as error:
+            if str(error) != self._members_error:  # the fleet stays as it is
+                logger.warning("%s", error)
+            self._members_error = str(error)
+            return
+        self._members_error = ""
+        self.set_members(addresses)
+
+    def _look_at(self, server: _Server) -> None:
+        """Judge by the check that has ended, and begin the next one."""
+        if server.state is State.DRAINING:
+            drained_s = time.monotonic() - server.draining_since_s
+            if not server.running or drained_s > DRAIN_LIMIT_S:
+                self._leave(server)
+                self._update()
+                return
+        if server.check is not None and server.check.done():
+            error, server.check = server.check.result(), None
+            self._judge(server, error)
+        if server.check is None and server.client in self._servers:
+            server.check = asyncio.create_task(self._check(server), name="health")
+
+    async def _check(self, server: _Server) -> EngineError | None:
+        client, num_pauses = server.client, server.client.num_pauses
+        try:
+            await client.health(timeout_s=2 * HEALTH_INTERVAL_S)
+            if server.state is not State.READY or client.is_paused:
+                return None
+            if server.was_ill and await client.weight_version() == NO_VERSION:
+                return _StartedAgain("it has no weights of a push")
+            quiet_s = time.monotonic() - server.last_answer_s
+            if not server.running or quiet_s < HEALTH_INTERVAL_S:
+                return None
+        except EngineError as error:
+            return error
+        try:
+            await client.check_engine(self._token_timeout_s)
+        except EngineError as error:
+            if client.is_paused or client.num_pauses != num_pauses:
+                return None  # it makes none then, and that is no fault of it
+            return _NoTokens(f"no token for {self._token_timeout_s:g} s: {error}")
+        return None
 
     def _judge(self, server: _Server, error: EngineError | None) -> None:
         if error is None:
-            server.last_good_s = time.monotonic()
+            server.last_good_s, server.was_ill = time.monotonic(), False
             if server.state is State.DEAD and server.was_silent:
-                # Another client: who had asked the server that was before must ask again.
-                del self._servers[server.client]
-                client = server.client.again()
-                self._servers[client] = _Server(client, State.STALE)
-                logger.warning("server %s is up again", client.address)
-                self._update()
-        elif server.state is State.DEAD:
+                self._comes_back(server)
+            elif server.state is State.STARTING:
+                server.state = State.STALE
+                logger.info("server %s is up and waits for weights", server.client.address)
+            self._update()
+            return
+        server.was_ill = True
+        if server.state is State.DEAD:
             server.was_silent = True
-        else:
+        elif server.client.is_paused:
+            # SGLang 0.5.23 makes a token to say that it is well. Who paused it notices its end.
+            server.last_good_s = time.monotonic()
+        elif isinstance(error, _StartedAgain):
+            self._comes_back(server)
+            self._update()
+        elif isinstance(error, _NoTokens):
+            self.drop(server.client, str(error))
+        elif server.state is not State.STARTING:
             silent_s = time.monotonic() - server.last_good_s
             if silent_s > UNHEALTHY_LIMIT_S:
                 self.drop(server.client, f"not healthy for {silent_s:.0f} s: {error}")
-
-    def _update(self) -> None:
-        states = {server.state for server in self._servers.values()}
-        if State.READY in states:
-            self._some_ready.set()
-        else:
-            self._some_ready.clear()
-        if states != {State.DEAD}:
-            self._all_dead_since_s = None
-        elif self._all_dead_since_s is None:
-            self._all_dead_since_s = time.monotonic()
-
-    def _choose(self, rid: str) -> _Server:
-        """The server that had this request id; else the ready one with the fewest requests."""
-        server = self._server_of.pop(rid, None)
-        if server is None or server.state is not State.READY:
-            ready = (s for s in self._servers.values() if s.state is State.READY)
-            server = min(ready, key=lambda server: len(server.running))
-        self._server_of[rid] = server
-        if len(self._server_of) > _STICKY_REQUESTS:
-            self._server_of.popitem(last=False)
-        return server
-
-
-async def _error_of(client: ServerClient) -> EngineError | None:
-    try:
-        await client.health(timeout_s=2 * HEALTH_INTERVAL_S)
-    except EngineError as error:
-        return error
-    return None

@@ -23,11 +23,10 @@ from megarl.rollout.api import (
 from megarl.rollout.backends import make_client
 from megarl.rollout.client import PauseMode, ServerClient
 from megarl.rollout.engine import RemoteInferenceEngine
+from megarl.rollout.membership import named_servers
 from megarl.rollout.servers import wait_healthy
 from megarl.trajectory import Trajectory
 
-ADDRESSES = ("MEGARL_SERVER_ADDRS", "AREAL_LLM_SERVER_ADDRS")
-"""Environment variables that name the servers: `HOST:PORT,HOST:PORT`, the first that is set."""
 NO_WEIGHTS = "MEGARL_SERVERS_WITHOUT_WEIGHTS"
 """Set by a launcher whose servers wait for the first push with random weights."""
 
@@ -122,7 +121,7 @@ class RemoteVLLMEngine:
                 request_timeout_s=config.request_timeout_s,
                 retries=config.request_retries,
             )
-            for address in _addresses(addr)
+            for address in _addresses(addr, config)
         ]
         engine = RemoteInferenceEngine(config, clients, batch_size=config.consumer_batch_size or 1)
         engine.initialize()
@@ -283,11 +282,10 @@ class RemoteVLLMEngine:
             raise EngineError("the servers have no weights yet: actor.connect_engine brings them")
 
 
-def _addresses(given: str | Sequence[str] | None) -> list[str]:
+def _addresses(given: str | Sequence[str] | None, config: InferenceEngineConfig) -> list[str]:
     if given is None:
-        given = next((os.environ[name] for name in ADDRESSES if os.environ.get(name)), "")
-    addresses = given.split(",") if isinstance(given, str) else list(given)
-    addresses = [address.strip() for address in addresses if address.strip()]
-    if not addresses:
-        raise EngineError(f"no servers: set {ADDRESSES[0]} to HOST:PORT,HOST:PORT")
-    return addresses
+        return named_servers(config.servers, config.setup_timeout_s)
+    given = given.split(",") if isinstance(given, str) else list(given)
+    if addresses := [address.strip() for address in given if address.strip()]:
+        return addresses
+    raise EngineError("no servers: addr is empty")

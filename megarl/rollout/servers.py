@@ -104,10 +104,15 @@ def vllm_command(
         # The default, raw_logprobs, is of the distribution before the temperature.
         *("--logprobs-mode", "processed_logprobs"),
         "--disable-uvicorn-access-log",
-        "--disable-log-stats",
         "--disable-fastapi-docs",
     ]
-    env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    env = {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        # The counters are read for whether the engine makes tokens; their log is for nobody.
+        "VLLM_LOG_STATS_INTERVAL": "3600",
+    }
     if vllm.max_model_len is not None:
         argv += ["--max-model-len", str(vllm.max_model_len)]
     if weight_backend:

@@ -60,6 +60,29 @@ def test_ranks_know_each_other_and_the_servers(rl):
         assert server.env["FROM_THE_USER"] == "1"
 
 
+@pytest.mark.parametrize("program", ["train", "script"])
+def test_servers_of_somebody_else_are_not_started(rl, program, monkeypatch):
+    script = Path("s.py") if program == "script" else None
+    monkeypatch.setenv("AREAL_LLM_SERVER_ADDRS", "10.0.0.7:8000")
+    servers, ranks = plan(rl, program, RUN_DIR, CPU, script=script)
+    assert servers == []
+    assert ranks[0].env["AREAL_LLM_SERVER_ADDRS"] == "10.0.0.7:8000"
+    assert "MEGARL_SERVER_ADDRS" not in ranks[0].env
+    assert "MEGARL_RESTARTS" not in ranks[0].env
+    monkeypatch.delenv("AREAL_LLM_SERVER_ADDRS")
+    listed = replace(rl, rollout=replace(rl.rollout, servers="servers.txt"))
+    servers, _ = plan(listed, program, RUN_DIR, CPU, script=script)
+    assert servers == []
+
+
+def test_an_evaluation_has_servers_of_its_own(rl, monkeypatch):
+    """Those of somebody else have some other weights."""
+    monkeypatch.setenv("MEGARL_SERVER_ADDRS", "10.0.0.7:8000")
+    servers, ranks = plan(rl, "evaluate", RUN_DIR, CPU)
+    assert len(servers) == 2
+    assert "10.0.0.7" not in ranks[0].env["MEGARL_SERVER_ADDRS"]
+
+
 def test_only_rank_0_writes_to_the_terminal(rl):
     servers, ranks = plan(rl, "train", RUN_DIR, CPU)
     assert ranks[0].log is None

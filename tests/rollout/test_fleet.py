@@ -5,10 +5,10 @@ import asyncio
 import pytest
 
 from megarl.config.schema import GenerationHyperparameters
-from megarl.errors import EngineError
+from megarl.errors import EngineError, EngineTimeout
 from megarl.rollout import fleet as fleet_module
-from megarl.rollout.api import GenerateChunk, ModelRequest
-from megarl.rollout.client import ConnectionBroken
+from megarl.rollout.api import NO_VERSION, GenerateChunk, ModelRequest
+from megarl.rollout.client import ConnectionBroken, ServerFailed
 from megarl.rollout.fleet import Fleet, State
 
 LIMIT_S = 60.0
@@ -24,6 +24,10 @@ class Client:
         self.error: EngineError | None = None
         self.health_error: EngineError | None = None
         self.asked: list[str] = []
+        self.version = 3
+        self.num_pauses, self.is_paused = 0, False
+        self.is_stuck = False
+        self.checked = self.closed = 0
 
     async def generate(self, request, gconfig, remaining):
         self.asked.append(request.rid)
@@ -38,6 +42,17 @@ class Client:
     async def health(self, timeout_s):
         if self.health_error is not None:
             raise self.health_error
+
+    async def weight_version(self):
+        return self.version
+
+    async def check_engine(self, timeout_s):
+        self.checked += 1
+        if self.is_stuck:
+            raise EngineTimeout("no answer")
+
+    async def close(self):
+        self.closed += 1
 
 
 def run(test, **options):
@@ -224,3 +239,193 @@ def test_when_no_server_comes_back_that_is_an_error(quick):
 def test_a_fleet_has_servers():
     with pytest.raises(ValueError, match="at least one server"):
         Fleet([])
+
+
+def test_a_request_in_which_a_server_failed_is_asked_of_another(quick):
+    async def test(fleet, a, b):
+        a.error = ServerFailed("status 500", 500)
+        assert [await ask(fleet, f"r{i}") for i in range(4)] == ["b"] * 4
+        assert fleet.state_of(a) is State.READY
+        b.error = ServerFailed("status 500", 500)
+        with pytest.raises(EngineError, match="status 500"):
+            await ask(fleet, "poison")  # it is the request: both may live
+        assert fleet.clients == [a, b]
+
+    run(test)
+
+
+def test_a_server_that_does_nothing_but_fail_is_dropped():
+    async def test(fleet, a, b):
+        a.error = ServerFailed("its engine is dead", 500)
+        for i in range(40):
+            assert await ask(fleet, f"r{i}") == "b"
+        assert fleet.clients == [b]
+        assert len(a.asked) == fleet_module.MAX_FAILED_ANSWERS
+
+    run(test)
+
+
+def test_a_server_that_makes_no_tokens_is_dropped(quick):
+    """Its process answers; its engine hangs."""
+
+    async def test(fleet, a, b):
+        a.gate.clear()
+        a.is_stuck = True
+        waiting = asyncio.create_task(ask(fleet, "r0"))
+        await arrived(a, 1)
+        watch = asyncio.create_task(fleet.watch())
+        assert await waiting == "b"
+        assert fleet.clients == [b]
+        assert b.checked == 0  # it owed nobody anything
+        watch.cancel()
+
+    run(test)
+
+
+def test_a_paused_server_may_make_no_tokens(quick):
+    async def test(fleet, a, b):
+        a.gate.clear()
+        a.is_stuck = a.is_paused = True
+        a.health_error = EngineError("paused, so no token for its own health either")
+        waiting = asyncio.create_task(ask(fleet, "r0"))
+        await arrived(a, 1)
+        watch = asyncio.create_task(fleet.watch())
+        await asyncio.sleep(0.5)  # some polls, longer than the limit of health
+        assert fleet.clients == [a, b]
+        a.is_paused, a.health_error = False, None
+        assert await waiting == "b"
+        watch.cancel()
+
+    run(test)
+
+
+def test_a_server_that_was_started_again_unseen_waits_for_weights(quick):
+    """It was away for less than the limit, and nobody asked it for anything meanwhile."""
+
+    async def test(fleet, a, b):
+        watch = asyncio.create_task(fleet.watch())
+        a.health_error = EngineError("refused")
+        await until(lambda: fleet._servers[a].was_ill)
+        a.version, a.health_error = NO_VERSION, None
+        await until(lambda: a not in fleet.clients)
+        assert [fleet.state_of(client) for client in fleet.clients] == [State.READY, State.STALE]
+        assert [await ask(fleet, f"r{i}") for i in range(4)] == ["b"] * 4
+        await until(lambda: a.closed)
+        watch.cancel()
+
+    run(test)
+
+
+def members_of(names):
+    """Options of a fleet whose members are those of the list `names`, whenever it is asked."""
+
+    async def members():
+        if isinstance(names[0], Exception):
+            raise names[0]
+        return list(names)
+
+    return {"members": members, "connect": Client}
+
+
+def test_servers_are_added_and_wait_for_weights(quick):
+    names = ["a", "b"]
+
+    async def test(fleet, a, b):
+        watch = asyncio.create_task(fleet.watch())
+        names.append("c")
+        await until(lambda: len(fleet.clients) == 3)
+        c = fleet.clients[2]
+        assert fleet.state_of(c) is State.STALE
+        assert [await ask(fleet, f"r{i}") for i in range(9)].count("c") == 0
+        fleet.refitted([c])
+        a.gate.clear()
+        b.gate.clear()
+        running = [asyncio.create_task(ask(fleet, f"n{i}")) for i in range(3)]
+        await arrived(c, 1)
+        a.gate.set()
+        b.gate.set()
+        assert sorted(await asyncio.gather(*running)) == ["a", "b", "c"]
+        watch.cancel()
+
+    run(test, **members_of(names))
+
+
+def test_a_server_that_is_to_go_answers_what_it_has(quick):
+    names = ["a", "b"]
+
+    async def test(fleet, a, b):
+        watch = asyncio.create_task(fleet.watch())
+        a.gate.clear()
+        first = asyncio.create_task(ask(fleet, "r0"))
+        await arrived(a, 1)
+        names.remove("a")
+        await until(lambda: fleet.state_of(a) is State.DRAINING)
+        assert fleet.clients == [b]  # it needs no new weights
+        assert [await ask(fleet, "r0"), await ask(fleet, "r1")] == ["b", "b"]
+        a.gate.set()
+        assert await first == "a"
+        await until(lambda: a.closed)
+        assert fleet.state_of(a) is State.DEAD
+        assert fleet.num_lost == 0
+        watch.cancel()
+
+    run(test, **members_of(names))
+
+
+def test_a_server_that_does_not_come_to_an_end_is_left(quick, monkeypatch):
+    monkeypatch.setattr(fleet_module, "DRAIN_LIMIT_S", 0.1)
+    names = ["a", "b"]
+
+    async def test(fleet, a, b):
+        watch = asyncio.create_task(fleet.watch())
+        a.gate.clear()
+        first = asyncio.create_task(ask(fleet, "r0"))
+        await arrived(a, 1)
+        names.remove("a")
+        assert await first == "b"
+        watch.cancel()
+
+    run(test, **members_of(names))
+
+
+def test_a_server_that_is_named_again_while_it_drains_waits_for_weights(quick):
+    names = ["a", "b"]
+
+    async def test(fleet, a, b):
+        watch = asyncio.create_task(fleet.watch())
+        a.gate.clear()
+        first = asyncio.create_task(ask(fleet, "r0"))
+        await arrived(a, 1)
+        names.remove("a")
+        await until(lambda: fleet.state_of(a) is State.DRAINING)
+        names.append("a")
+        await until(lambda: fleet.state_of(a) is State.STALE)
+        a.gate.set()
+        assert await first == "a"
+        watch.cancel()
+
+    run(test, **members_of(names))
+
+
+def test_a_list_that_cannot_be_read_changes_nothing(quick, caplog):
+    names = [EngineError("rollout.servers: servers.txt: no such file"), "a", "b"]
+
+    async def test(fleet, a, b):
+        watch = asyncio.create_task(fleet.watch())
+        await until(lambda: "no such file" in caplog.text)
+        assert fleet.clients == [a, b]
+        del names[0]
+        del names[1]
+        await until(lambda: fleet.clients == [a])
+        watch.cancel()
+
+    run(test, **members_of(names))
+
+
+def test_closing_a_fleet_closes_every_client():
+    async def test(fleet, a, b):
+        fleet.drop(a, "gone")
+        await fleet.close()
+        assert (a.closed, b.closed) == (1, 1)
+
+    run(test)

@@ -32,6 +32,7 @@ class ScriptedServer:
         self.requests = []
         self.version = 0
         self.part_tokens = None
+        self.stop_reason, self.cut_reason = "stop", "abort"
         self.in_flight = self.most_in_flight = 0
         self.status = 200
         self.hangs_next = False
@@ -57,7 +58,7 @@ class ScriptedServer:
             "token_ids": list(range(start, start + count)),
             "logprobs": {"content": [{"logprob": -0.5 * i} for i in range(count)]},
             "weight_versions": [{"version": str(self.version), "start": 0, "end": count}],
-            "finish_reason": "stop" if count == budget else "abort",
+            "finish_reason": self.stop_reason if count == budget else self.cut_reason,
         }
         self.version += int(self.part_tokens is not None)
         return web.json_response({"choices": [choice]})
@@ -242,6 +243,42 @@ def test_an_aborted_response_is_continued_token_by_token(make_engine, server):
     ]
 
 
+def test_a_long_response_is_asked_for_in_parts(make_engine, server):
+    engine = make_engine(max_tokens_per_request=4)
+    gconfig = GenerationHyperparameters(max_new_tokens=10, min_new_tokens=6, seed=5)
+    request = ModelRequest(input_ids=[5, 5], gconfig=gconfig)
+    server.stop_reason = "length"
+    response = engine.run(engine.agenerate(request), WAIT_S)
+    assert response.output_tokens == list(range(2, 12))
+    assert response.stop_reason == "length"
+    asked = [(len(r["token_ids"]), r["sampling_params"]) for r in server.requests]
+    assert [(n, p["max_tokens"], p["min_tokens"]) for n, p in asked] == [
+        (2, 4, 4),
+        (6, 4, 2),
+        (10, 2, 0),
+    ]
+    seeds = [p["seed"] for _, p in asked]
+    assert seeds[0] == 5
+    assert len(set(seeds)) == 3, "the same seed would draw the same numbers again"
+
+
+def test_a_part_that_ends_early_is_the_end(make_engine, server):
+    """The server's own limit, max_model_len, is the end of the response too."""
+    engine = make_engine(max_tokens_per_request=4)
+    server.part_tokens, server.stop_reason, server.cut_reason = 3, "length", "length"
+    request = ModelRequest(input_ids=[5, 5], gconfig=GenerationHyperparameters(max_new_tokens=10))
+    response = engine.run(engine.agenerate(request), WAIT_S)
+    assert (response.output_tokens, response.stop_reason) == ([2, 3, 4], "length")
+
+
+@pytest.mark.parametrize("options", [{"stop": ["x"]}, {"frequency_penalty": 0.5}])
+def test_what_needs_all_of_a_response_is_asked_for_once(make_engine, server, options):
+    engine = make_engine(max_tokens_per_request=4)
+    gconfig = GenerationHyperparameters(max_new_tokens=10, **options)
+    engine.run(engine.agenerate(ModelRequest(input_ids=[5], gconfig=gconfig)), WAIT_S)
+    assert [r["sampling_params"]["max_tokens"] for r in server.requests] == [10]
+
+
 def test_a_prompt_without_room_is_refused(make_engine):
     engine = make_engine()
     request = ModelRequest(input_ids=[1] * 9, gconfig=GenerationHyperparameters(max_tokens=9))
@@ -352,6 +389,10 @@ def test_finished_trajectories_are_dumped(make_engine, tmp_path):
         "reward": 1.0,
         "prompt": "[7]",
         "completion": "[1, 2, 3]",
+        "token_ids": [7, 1, 2, 3],
+        "logprobs": [0.0, 0.0, -0.5, -1.0],
+        "versions": [-1, 0, 0, 0],
+        "loss_mask": [0, 1, 1, 1],
     }
 
 

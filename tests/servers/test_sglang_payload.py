@@ -12,8 +12,7 @@ from megarl.rollout.backends.vllm import VLLMClient
 
 def sampling_of(remaining=10, **options) -> dict:
     gconfig = GenerationHyperparameters(**options)
-    path, payload = generate_payload(ModelRequest(input_ids=[1, 2], rid="r1"), gconfig, remaining)
-    assert path == "/generate"
+    payload = generate_payload(ModelRequest(input_ids=[1, 2], rid="r1"), gconfig, remaining)
     # Of all that /generate takes: no rid, no prompt logprobs, no likeliest tokens.
     sampling = payload.pop("sampling_params")
     assert payload == {"input_ids": [1, 2], "return_logprob": True}

@@ -15,8 +15,7 @@ from megarl.rollout.backends.vllm import (
 
 def sampling_of(remaining=10, **options) -> dict:
     gconfig = GenerationHyperparameters(**options)
-    path, payload = generate_payload(ModelRequest(input_ids=[1, 2]), gconfig, remaining)
-    assert path == "/inference/v1/generate"
+    payload = generate_payload(ModelRequest(input_ids=[1, 2]), gconfig, remaining)
     assert payload["token_ids"] == [1, 2]
     return payload["sampling_params"]
 
@@ -92,7 +91,7 @@ def test_an_answer_that_was_aborted_before_its_first_token():
         ({"weight_versions": [{"version": "1", "start": 1, "end": 4}]}, "leave out or repeat"),
         ({"weight_versions": [{"version": "x", "start": 0, "end": 3}]}, "invalid literal"),
         ({"logprobs": None}, "0 logprobs"),
-        ({"logprobs": {"content": [{"logprob": -9999.0}] * 3}}, "token 0 of 3 has no logprob"),
+        ({"logprobs": {"content": [{"logprob": -9999.0}] * 3}}, "token 0 of 3 has logprob -9999.0"),
         ({"finish_reason": "error"}, "'error' is none of"),
     ],
 )

@@ -12,7 +12,7 @@ megarl/bridge/engines/sglang.py.
 
 import json
 import logging
-import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
@@ -20,12 +20,13 @@ from typing import Any, ClassVar, Literal
 from megarl.config.schema import GenerationHyperparameters
 from megarl.errors import EngineError, EngineTimeout
 from megarl.rollout.api import NO_VERSION, GenerateChunk, ModelRequest
-from megarl.rollout.backends.versions import parse_version, token_versions
+from megarl.rollout.backends.answers import checked_chunk, parse_version, token_versions
 from megarl.rollout.client import (
     CONTROL_TIMEOUT_S,
     ConnectionBroken,
     PauseMode,
     ServerClient,
+    ServerFailed,
     results_of,
 )
 
@@ -36,7 +37,6 @@ COMMAND_PREFIX = "megarl:"
 """Of an action of /weights_checker that is a command of ours, in JSON."""
 
 _ALL_TOKENS = GenerationHyperparameters().top_k
-_STOP_REASONS = ("stop", "length", "abort")
 _PAUSE_MODES: dict[PauseMode, str] = {
     # Requests wait, and compute their KV cache again. (in_place would keep it: 5 nats off.)
     "keep": "retract",
@@ -54,19 +54,33 @@ class SGLangClient(ServerClient):
         self._weight_group: str | None = None
         self._keeps_digests = False
 
-    def _generation(
+    async def _generate(
         self, request: ModelRequest, gconfig: GenerationHyperparameters, remaining: int
-    ) -> tuple[str, dict[str, Any]]:
-        return generate_payload(request, gconfig, remaining)
-
-    def _chunk(self, answer: Any) -> GenerateChunk:
+    ) -> GenerateChunk:
+        payload = generate_payload(request, gconfig, remaining)
+        answer = await self._request(
+            "POST", GENERATE_PATH, payload, timeout_s=self.request_timeout_s, keep_alive=True
+        )
         return parse_generate(answer)
 
-    async def pause(self, mode: PauseMode, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+    async def _pause(self, mode: PauseMode, timeout_s: float) -> None:
         await self._post("/pause_generation", {"mode": _PAUSE_MODES[mode]}, timeout_s)
 
-    async def resume(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+    async def _resume(self, timeout_s: float) -> None:
         await self._post("/continue_generation", {}, timeout_s)
+
+    async def check_engine(self, timeout_s: float) -> None:
+        # Asks for a token of its own and takes anybody's; gives up by itself, after 20 s if
+        # SGLANG_HEALTH_CHECK_TIMEOUT says nothing else.
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left_s = deadline - time.monotonic()
+            try:
+                await self._request("GET", "/health_generate", timeout_s=max(left_s, 1.0))
+                return
+            except ServerFailed:
+                if time.monotonic() > deadline:
+                    raise
 
     async def world_size(self, timeout_s: float = CONTROL_TIMEOUT_S) -> int:
         answer = await self._request("GET", "/server_info", timeout_s=timeout_s)
@@ -199,8 +213,8 @@ def _refusals_ignored() -> Iterator[None]:
 
 def generate_payload(
     request: ModelRequest, gconfig: GenerationHyperparameters, remaining: int
-) -> tuple[str, dict[str, Any]]:
-    """Path and JSON body that continue `request.input_ids` by at most `remaining` tokens.
+) -> dict[str, Any]:
+    """JSON body that continues `request.input_ids` by at most `remaining` tokens.
 
     Raises:
       ValueError: there is nothing to continue, or no token to ask for, or SGLang would not do
@@ -233,37 +247,28 @@ def generate_payload(
         sampling["sampling_seed"] = gconfig.seed
     # No `rid`: the server makes one of a fixed length. It ends a request whose connection broke
     # by the prefix of its id, and refuses an id that is under way, as that of a retry may be.
-    return GENERATE_PATH, {
+    return {
         "input_ids": request.input_ids,
         "sampling_params": sampling,
         "return_logprob": True,
     }
 
 
-def parse_generate(answer: dict[str, Any]) -> GenerateChunk:
+def parse_generate(answer: Any) -> GenerateChunk:
     """The tokens of `answer`. EngineError if one lacks a logprob or a version."""
     try:
-        tokens: list[int] = answer["output_ids"] or []
+        tokens = answer["output_ids"] or []
         meta = answer["meta_info"]
         # A request that was ended before its first token has neither of these.
         scored = meta.get("output_token_logprobs") or []
         versions = token_versions(meta.get("weight_versions") or [])
-        stop_reason = meta["finish_reason"]["type"]
-        logprobs = [entry[0] for entry in scored]
-        named = [entry[1] for entry in scored]
+        finish = meta["finish_reason"]
+        if finish["type"] == "abort" and (status := finish.get("status_code")) is not None:
+            raise EngineError(f"status {status}: {finish.get('message')}")
+        logprobs, named = [entry[0] for entry in scored], [entry[1] for entry in scored]
+        chunk = checked_chunk(tokens, logprobs, versions, finish["type"])
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise EngineError(f"not an answer of {GENERATE_PATH}: {error!r}") from error
-    if not len(tokens) == len(logprobs) == len(versions):
-        raise EngineError(
-            f"{len(tokens)} tokens came with {len(logprobs)} logprobs and {len(versions)} versions"
-        )
     if named != tokens:
         raise EngineError(f"tokens {tokens} came with the logprobs of {named}")
-    for index, logprob in enumerate(logprobs):
-        if not isinstance(logprob, float | int) or not math.isfinite(logprob):
-            raise EngineError(f"token {index} of {len(tokens)} has logprob {logprob}")
-    if stop_reason not in _STOP_REASONS:
-        raise EngineError(f"finish_reason {stop_reason!r} is none of {_STOP_REASONS}")
-    if stop_reason == "abort" and (status := meta["finish_reason"].get("status_code")) is not None:
-        raise EngineError(f"status {status}: {meta['finish_reason'].get('message')}")
-    return GenerateChunk(tokens, [float(x) for x in logprobs], versions, stop_reason)
+    return chunk

@@ -5,42 +5,110 @@ distribution it was sampled from (the server runs with `--logprobs-mode processe
 and with the version of the weights that sampled it.
 """
 
+import asyncio
+import logging
 from typing import Any
 
 from megarl.config.schema import GenerationHyperparameters
 from megarl.errors import EngineError
 from megarl.rollout.api import NO_VERSION, GenerateChunk, ModelRequest
-from megarl.rollout.backends.versions import parse_version, token_versions
+from megarl.rollout.backends.answers import checked_chunk, parse_version, token_versions
 from megarl.rollout.client import (
     CONTROL_TIMEOUT_S,
     PauseMode,
+    Refused,
     ServerClient,
     results_of,
 )
 
-GENERATE_PATH = "/inference/v1/generate"
+logger = logging.getLogger(__name__)
 
+GENERATE_PATH = "/inference/v1/generate"
+COMPLETIONS_PATH = "/v1/completions"
+
+_NO_SUCH_ROUTE = (403, 404)
+_TOKENS_MADE = "vllm:generation_tokens_total"
 _ALL_TOKENS = GenerationHyperparameters().top_k
-_NO_LOGPROB = -9999.0  # what vLLM writes for a token without one, or with nan
-_STOP_REASONS = ("stop", "length", "abort")
 
 
 class VLLMClient(ServerClient):
-    """A vLLM server in which megarl's plugin is, see megarl/bridge/engines/vllm.py."""
+    """A vLLM server; what needs megarl's plugin in it is in megarl/bridge/engines/vllm.py.
 
-    def _generation(
+    A server without GENERATE_PATH (it was started without `--enable-scale-out`, or is older) is
+    asked at COMPLETIONS_PATH. That names no versions, so all tokens of an answer must be of one:
+    requests end at a pause, and one that a pause overtook is sent again.
+    """
+
+    def __init__(self, address: str, *, request_timeout_s: float, retries: int) -> None:
+        super().__init__(address, request_timeout_s=request_timeout_s, retries=retries)
+        self._names_versions = True
+        self._model = ""
+        self._version: int | None = None
+        """Of all tokens until the next pause; where answers name none."""
+        self._resumed = asyncio.Event()
+        self._resumed.set()
+        self._num_tokens_made: float | None = None
+
+    async def _generate(
         self, request: ModelRequest, gconfig: GenerationHyperparameters, remaining: int
-    ) -> tuple[str, dict[str, Any]]:
-        return generate_payload(request, gconfig, remaining)
+    ) -> GenerateChunk:
+        payload = generate_payload(request, gconfig, remaining)
+        while self._names_versions:
+            try:
+                return parse_generate(await self._ask(GENERATE_PATH, payload))
+            except Refused as error:
+                if error.status not in _NO_SUCH_ROUTE:
+                    raise
+                await self._go_without_versions(error)
+        payload = completions_payload(request, gconfig, remaining, self._model)
+        while True:
+            await self._resumed.wait()
+            num_pauses, version = self.num_pauses, self._version
+            if version is None:
+                version = await self.weight_version()
+                if num_pauses != self.num_pauses:
+                    continue
+                self._version = version
+            answer = await self._ask(COMPLETIONS_PATH, payload)
+            is_in_first_pause = num_pauses + 1 == self.num_pauses and not self._resumed.is_set()
+            if num_pauses == self.num_pauses or is_in_first_pause:
+                return parse_completions(answer, version)
 
-    def _chunk(self, answer: Any) -> GenerateChunk:
-        return parse_generate(answer)
+    async def _ask(self, path: str, payload: dict[str, Any]) -> Any:
+        return await self._request(
+            "POST", path, payload, timeout_s=self.request_timeout_s, keep_alive=True
+        )
 
-    async def pause(self, mode: PauseMode, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+    async def _go_without_versions(self, error: Refused) -> None:
+        models = await self._request("GET", "/v1/models", timeout_s=CONTROL_TIMEOUT_S)
+        if self._names_versions:
+            logger.warning("%s; %s is used instead", error, COMPLETIONS_PATH)
+        self._model, self._names_versions = models["data"][0]["id"], False
+
+    async def _pause(self, mode: PauseMode, timeout_s: float) -> None:
+        self._resumed.clear()
+        self._version = None
+        mode = mode if self._names_versions else "abort"
         await self._request("POST", f"/pause?mode={mode}&clear_cache=true", timeout_s=timeout_s)
 
-    async def resume(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+    async def _resume(self, timeout_s: float) -> None:
+        self._resumed.set()  # before the server can answer with the new weights
         await self._request("POST", "/resume", timeout_s=timeout_s)
+
+    async def check_engine(self, timeout_s: float) -> None:
+        # A token of our own would wait behind all that is queued: the counter first. A server
+        # without one (`--disable-log-stats`) cannot be told from one that is only busy.
+        before = self._num_tokens_made
+        text = await self._request("GET", "/metrics", timeout_s=timeout_s, as_text=True)
+        self._num_tokens_made = tokens_made(text)
+        if self._num_tokens_made is None or (before is not None and self._num_tokens_made > before):
+            return
+        request = ModelRequest(input_ids=[0])
+        payload = generate_payload(request, GenerationHyperparameters(greedy=True), 1)
+        path = GENERATE_PATH
+        if not self._names_versions:
+            path, payload = COMPLETIONS_PATH, {"model": self._model, "prompt": [0], "max_tokens": 1}
+        await self._request("POST", path, payload, timeout_s=timeout_s)
 
     async def world_size(self, timeout_s: float = CONTROL_TIMEOUT_S) -> int:
         answer = await self._request("GET", "/get_world_size", timeout_s=timeout_s)
@@ -148,8 +216,8 @@ class VLLMClient(ServerClient):
 
 def generate_payload(
     request: ModelRequest, gconfig: GenerationHyperparameters, remaining: int
-) -> tuple[str, dict[str, Any]]:
-    """Path and JSON body that continue `request.input_ids` by at most `remaining` tokens.
+) -> dict[str, Any]:
+    """JSON body that continues `request.input_ids` by at most `remaining` tokens.
 
     Raises:
       ValueError: there is nothing to continue, or no token to ask for.
@@ -179,26 +247,50 @@ def generate_payload(
         sampling["skip_special_tokens"] = gconfig.skip_special_tokens
     if gconfig.seed is not None:
         sampling["seed"] = gconfig.seed
-    return GENERATE_PATH, {"token_ids": request.input_ids, "sampling_params": sampling}
+    return {"token_ids": request.input_ids, "sampling_params": sampling}
 
 
-def parse_generate(answer: dict[str, Any]) -> GenerateChunk:
+def completions_payload(
+    request: ModelRequest, gconfig: GenerationHyperparameters, remaining: int, model: str
+) -> dict[str, Any]:
+    """`generate_payload` for COMPLETIONS_PATH, of the model that the server calls `model`."""
+    sampling = generate_payload(request, gconfig, remaining)["sampling_params"]
+    del sampling["detokenize"]  # that route decides it
+    return {
+        "model": model,
+        "prompt": request.input_ids,
+        "return_token_ids": True,
+        "add_special_tokens": False,
+        **sampling,
+    }
+
+
+def parse_completions(answer: Any, version: int) -> GenerateChunk:
+    """The one choice of `answer`, all of it of `version`. EngineError if a token has no logprob."""
+    try:
+        (choice,) = answer["choices"]
+        tokens = choice["token_ids"] or []
+        logprobs = (choice["logprobs"] or {}).get("token_logprobs") or []
+        return checked_chunk(tokens, logprobs, [version] * len(tokens), choice["finish_reason"])
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise EngineError(f"not an answer of {COMPLETIONS_PATH}: {error!r}") from error
+
+
+def tokens_made(metrics: str) -> float | None:
+    """By all engines of a server since it began, of its /metrics; None if they do not say."""
+    lines = [line for line in metrics.splitlines() if line.startswith(_TOKENS_MADE)]
+    return sum(float(line.rpartition(" ")[2]) for line in lines) if lines else None
+
+
+def parse_generate(answer: Any) -> GenerateChunk:
     """The one choice of `answer`. EngineError if a token lacks a logprob or a version."""
     try:
         (choice,) = answer["choices"]
-        tokens: list[int] = choice["token_ids"] or []
+        tokens = choice["token_ids"] or []
         content = (choice["logprobs"] or {}).get("content") or []
-        logprobs = [float(entry["logprob"]) for entry in content]
+        logprobs = [entry["logprob"] for entry in content]
         versions = token_versions(choice["weight_versions"] or [])
         stop_reason = choice["finish_reason"]
-    except (KeyError, TypeError, ValueError) as error:
+        return checked_chunk(tokens, logprobs, versions, stop_reason)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise EngineError(f"not an answer of {GENERATE_PATH}: {error!r}") from error
-    if not len(tokens) == len(logprobs) == len(versions):
-        raise EngineError(
-            f"{len(tokens)} tokens came with {len(logprobs)} logprobs and {len(versions)} versions"
-        )
-    if _NO_LOGPROB in logprobs:
-        raise EngineError(f"token {logprobs.index(_NO_LOGPROB)} of {len(tokens)} has no logprob")
-    if stop_reason not in _STOP_REASONS:
-        raise EngineError(f"finish_reason {stop_reason!r} is none of {_STOP_REASONS}")
-    return GenerateChunk(tokens, logprobs, versions, stop_reason)
