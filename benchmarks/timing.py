@@ -263,8 +263,10 @@ def stats_of(samples: Sequence[float]) -> Stats:
     return Stats(median, p10, p90, len(samples))
 
 
-def environment(device: torch.device) -> dict[str, object]:
-    """What a number is worth nothing without."""
+def environment(
+    device: torch.device, measured: Sequence[str] = ("csrc", "megarl/ops")
+) -> dict[str, object]:
+    """What a number is worth nothing without; `measured` is where a change counts."""
 
     def said(*command: str) -> str:
         result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
@@ -273,7 +275,7 @@ def environment(device: torch.device) -> dict[str, object]:
     found: dict[str, object] = {
         "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         "commit": said("git", "rev-parse", "HEAD"),
-        "changed_since_commit": bool(said("git", "status", "--porcelain", "csrc", "megarl/ops")),
+        "changed_since_commit": bool(said("git", "status", "--porcelain", *measured)),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),

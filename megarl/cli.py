@@ -1,4 +1,4 @@
-"""The `megarl` command: train, sft, launch, eval, verify, plan, convert, doctor.
+"""The `megarl` command: train, sft, launch, eval, report, verify, plan, convert, doctor.
 
 A config that cannot run is one line on stderr and exit code 2, before any process starts.
 This module and what it imports leave torch alone: `megarl --help` answers at once.
@@ -22,6 +22,9 @@ from megarl.errors import ConfigError, LaunchError
 from megarl.launch import local, placement
 from megarl.launch.convert import convert
 from megarl.launch.verify import verify
+from megarl.stats import trajectory_view
+from megarl.stats.eval_file import read_evaluation
+from megarl.stats.run_summary import summary
 
 _OVERRIDES_HELP = """\
 CONFIG is a YAML file. Each override is KEY=VALUE with the dotted name of any key of the
@@ -60,7 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if command == "launch":
             return _launch(args.script, args.config, args.overrides, overwrite=args.overwrite)
         if command == "eval":
-            return _eval(args.config, args.overrides, checkpoint=args.checkpoint)
+            return _eval(
+                args.config, args.overrides, checkpoint=args.checkpoint, compare=args.compare
+            )
+        if command == "report":
+            return _report(args.run_dir, trajectory=args.trajectory, page=args.html)
         if command == "convert":
             return convert(
                 args.source,
@@ -127,6 +134,12 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     made["eval"].add_argument(
         "--checkpoint", metavar="DIR", type=Path, help="model folder; default: actor.path"
     )
+    made["eval"].add_argument(
+        "--compare",
+        metavar="FILE.json",
+        type=Path,
+        help="an earlier evaluation, of RUN/eval: print the difference, prompt by prompt",
+    )
     made["verify"].add_argument(
         "--checkpoint",
         metavar="DIR",
@@ -145,11 +158,32 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         help="speed of each rank's network link, each way; default: 400",
     )
     made["plan"].add_argument("--json", action="store_true", help="print JSON, not a table")
+    made["report"] = _report_parser(commands)
     made["launch"] = _launch_parser(commands)
     made["convert"] = _convert_parser(commands)
     text = "print what this installation and this machine have"
     made["doctor"] = commands.add_parser("doctor", help=text, description=text)
     return parser, made
+
+
+def _report_parser(commands: Any) -> argparse.ArgumentParser:
+    text = "tell what a run did, or show one of its trajectories token by token"
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "report", help=text, description=text[0].upper() + text[1:] + "."
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of the run")
+    parser.add_argument(
+        "--trajectory",
+        metavar="TASK[:SAMPLE]",
+        help="of a run with rollout.dump_to_file; also as SCOPE/VERSION/TASK[:SAMPLE]",
+    )
+    parser.add_argument(
+        "--html",
+        metavar="FILE",
+        type=Path,
+        help="where the trajectory goes as a page; default: in RUN_DIR/report",
+    )
+    return parser
 
 
 def _launch_parser(commands: Any) -> argparse.ArgumentParser:
@@ -223,7 +257,9 @@ def _launch(script: Path, path: Path, overrides: Sequence[str], *, overwrite: bo
     return local.run(config, "script", overwrite=overwrite, script=script)
 
 
-def _eval(path: Path, overrides: Sequence[str], *, checkpoint: Path | None) -> int:
+def _eval(
+    path: Path, overrides: Sequence[str], *, checkpoint: Path | None, compare: Path | None
+) -> int:
     config: GRPOConfig = resolve(load(path, overrides))
     if config.valid_dataset is None:
         raise ConfigError("valid_dataset: required by megarl eval")
@@ -234,7 +270,26 @@ def _eval(path: Path, overrides: Sequence[str], *, checkpoint: Path | None) -> i
     actor = replace(config.actor, path=str(folder), init_from_scratch=False)
     config = replace(config, actor=actor)
     check(config)
-    return local.run(config, "evaluate")
+    arguments = []
+    if compare is not None:
+        read_evaluation(compare, config.valid_dataset)
+        arguments = ["--compare", str(compare.resolve())]
+    return local.run(config, "evaluate", arguments=arguments)
+
+
+def _report(run_dir: Path, *, trajectory: str | None, page: Path | None) -> int:
+    if trajectory is None:
+        if page is not None:
+            raise ConfigError("--html: needs --trajectory, what is shown")
+        print(summary(run_dir))
+        return 0
+    found = trajectory_view.find(run_dir, trajectory)
+    texts = trajectory_view.token_texts(run_dir, found.samples)
+    print(trajectory_view.as_text(found, texts))
+    path = page or run_dir / "report" / (trajectory.replace("/", "-").replace(":", "-") + ".html")
+    trajectory_view.write(path, trajectory_view.as_html(found, texts))
+    print(f"\nas a page: {path}")
+    return 0
 
 
 def _doctor() -> int:

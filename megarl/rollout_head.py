@@ -4,7 +4,8 @@ No Megatron here: `megarl eval` uses it without a trainer.
 """
 
 import asyncio
-from dataclasses import dataclass, replace
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,11 @@ from megarl.rollout.api import RolloutWorkflow
 from megarl.rollout.backends import make_client
 from megarl.rollout.engine import RemoteInferenceEngine
 from megarl.rollout.reward_worker import load_function
-from megarl.rollout.rewards import RewardPool
 from megarl.rollout.servers import wait_healthy
 from megarl.rollout.workflows import load_workflow
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Held-out episodes under one version."""
-
-    reward: float
-    response_tokens: float
-    num_episodes: int
+from megarl.rollout.workflows.reward_fn import make_reward
+from megarl.stats.evaluation import Evaluation, PromptScores
+from megarl.trajectory import Trajectory
 
 
 def _comeback_s(config: GRPOConfig) -> float:
@@ -53,14 +47,7 @@ class RolloutHead:
         valid = config.valid_dataset
         self.eval_rows = load_rows(valid, "valid_dataset") if valid is not None else []
         self.tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path or config.actor.path)
-        reward = config.reward
-        self.rewards = RewardPool(
-            reward.fn,
-            timeout_s=reward.timeout_s,
-            max_attempts=reward.max_attempts,
-            num_workers=reward.num_workers,
-            on_failure=reward.on_failure,
-        )
+        self.rewards = make_reward(config.reward)
         clients = [
             make_client(
                 config.rollout.backend,
@@ -81,19 +68,21 @@ class RolloutHead:
         self.workflow = self._workflow(config.gconfig)
         accept = config.rollout.should_accept_fn
         self.should_accept = load_function(accept) if accept else None
-        eval_gconfig = config.eval_gconfig or config.gconfig.new(n_samples=1)
-        self.eval_workflow = self._workflow(eval_gconfig)
+        self.eval_gconfig = config.eval_gconfig or config.gconfig.new(n_samples=1)
+        self.eval_workflow = self._workflow(self.eval_gconfig)
 
     def _workflow(self, gconfig: Any) -> RolloutWorkflow:
         # A server stops at its own model's end token; the run's tokenizer has a say as well.
         stop, eos = list(gconfig.stop_token_ids), self.tokenizer.eos_token_id
         if eos is not None and eos not in stop and not gconfig.ignore_eos:
             stop.append(eos)
+        given = {
+            "reward_fn": self.rewards,
+            "gconfig": replace(gconfig, stop_token_ids=stop),
+            "tokenizer": self.tokenizer,
+        }
         return load_workflow(
-            self.config.rollout.workflow,
-            reward_fn=self.rewards,
-            gconfig=replace(gconfig, stop_token_ids=stop),
-            tokenizer=self.tokenizer,
+            self.config.rollout.workflow, given, self.config.rollout.workflow_options
         )
 
     def start(self) -> None:
@@ -113,13 +102,23 @@ class RolloutHead:
         self.engine.start_health_watch()
 
     def evaluate(self) -> Evaluation:
-        """The held-out rows under the servers' present weights."""
-        batch = self.engine.rollout_batch(self.eval_rows, self.eval_workflow)
-        return Evaluation(
-            reward=batch["rewards"].float().mean().item(),
-            response_tokens=batch["loss_mask"].sum(1).float().mean().item(),
-            num_episodes=batch["rewards"].shape[0],
+        """The held-out rows under the servers' present weights. EngineError if all failed."""
+        episodes = self.engine.run(
+            self.engine.executor.run_each(self.eval_rows, self.eval_workflow, is_eval=True), None
         )
+        return Evaluation(
+            prompts=[
+                _scores(row["row_id"], episode)
+                for row, episode in zip(self.eval_rows, episodes, strict=True)
+            ],
+            n_samples=self.eval_gconfig.n_samples,
+            success_threshold=self.config.evaluator.success_threshold,
+        )
+
+    def export_stats(self) -> dict[str, float]:
+        """Counts since the start: the pool's, the reward's, and the workflow's if it has any."""
+        of_workflow = getattr(self.workflow, "export_stats", dict)
+        return self.engine.export_stats() | self.rewards.export_stats() | of_workflow()
 
     def close(self) -> None:
         try:
@@ -128,3 +127,14 @@ class RolloutHead:
             self.engine.run(self.rewards.close(), timeout_s=60.0)
         finally:
             self.engine.destroy()
+
+
+def _scores(row_id: Any, episode: Trajectory | None) -> PromptScores:
+    """A reward that is no number is none."""
+    if episode is None:
+        return PromptScores(row_id, [], [], [])
+    tokens, cut = episode["loss_mask"].sum(1).tolist(), episode.get("no_eos")
+    no_eos = [False] * len(tokens) if cut is None else cut.tolist()
+    samples = zip(episode["rewards"].tolist(), tokens, no_eos, strict=True)
+    scored = [sample for sample in samples if math.isfinite(sample[0])]
+    return PromptScores(row_id, *([sample[i] for sample in scored] for i in range(3)))

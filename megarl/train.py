@@ -67,8 +67,14 @@ def train(config: GRPOConfig, run_dir: Path, addresses: list[str], mesh: Mesh) -
         report.start(steps, after=first)
         push_weights(engine, head, pusher, version=first)
         evaluates = config.valid_dataset is not None
+
+        def evaluate(step: int) -> None:
+            with stats.record_timing("eval"):  # in the row of the next step
+                result = coordinator.evaluate()
+            report.evaluation(step, result)
+
         if evaluates and config.evaluator.at_start and first == 0:
-            report.evaluation(0, coordinator.evaluate())
+            evaluate(0)
 
         for step in range(first + 1, steps + 1):
             with stats.record_timing("rollout"):
@@ -91,7 +97,7 @@ def train(config: GRPOConfig, run_dir: Path, addresses: list[str], mesh: Mesh) -
             report.step(step, stats.export(mesh.cpu_group), pool_stats)
             is_last_eval = step == steps and config.evaluator.at_end
             if evaluates and coordinator.agreed(evaluations.due(step) or is_last_eval):
-                report.evaluation(step, coordinator.evaluate())
+                evaluate(step)
             # Last: a run that goes on after this step finds all that the step reported.
             with stats.record_timing("checkpoint_for_recover"):
                 recovery.after_step(step, prompts, head)

@@ -15,6 +15,7 @@ A workflow may add columns of [B] or [B, S, ...]; all of the latter are padded a
 """
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -35,37 +36,47 @@ def select(batch: Mapping[str, Tensor], rows: Tensor) -> Trajectory:
 
 
 def concat_padded(parts: Sequence[Mapping[str, Tensor]]) -> Trajectory:
-    """One batch of all rows of `parts`, in order, padded to the longest.
+    """One batch of all rows of `parts`, in order, padded to the longest. Of one part: its tensors.
 
     Raises:
-      ValueError: nothing is given, the parts' columns differ, or one is neither [B] nor
-        [B, S, ...] of its part's input_ids.
+      ValueError: nothing is given, the parts' columns differ in name or in what follows
+        [B, S], or one is neither [B] nor [B, S, ...] of its part's input_ids.
     """
     if not parts:
         raise ValueError("no trajectory to concatenate")
+    names = parts[0].keys()
     for part in parts:
-        odd = sorted(set(part) ^ set(parts[0]))
-        if odd:
-            raise ValueError(f"trajectories differ in their columns: {', '.join(odd)}")
+        if part.keys() != names:
+            raise ValueError(
+                f"trajectories differ in their columns: {', '.join(sorted(part.keys() ^ names))}"
+            )
         size = part["input_ids"].shape
         for key, column in part.items():
-            if not column.ndim or column.shape[:2] != size[: column.ndim]:
-                raise ValueError(
-                    f"column {key} is {tuple(column.shape)} beside input_ids {tuple(size)}"
-                )
+            shape = column.shape
+            if not shape or shape[:2] != size[: len(shape)]:
+                raise ValueError(f"column {key} is {tuple(shape)} beside input_ids {tuple(size)}")
+            first = parts[0][key].shape
+            if len(shape) != len(first) or shape[2:] != first[2:]:
+                raise ValueError(f"column {key} is {tuple(shape)} beside {tuple(first)}")
+    if len(parts) == 1:
+        return dict(parts[0])
     width = max(part["input_ids"].shape[1] for part in parts)
     out = {}
-    for key in parts[0]:
+    for key in names:
         columns = [part[key] for part in parts]
-        if columns[0].ndim >= 2:
-            columns = [_pad(column, width, _PADDING.get(key, 0)) for column in columns]
-        out[key] = torch.cat(columns)
+        is_even = columns[0].ndim < 2 or all(column.shape[1] == width for column in columns)
+        value = _PADDING.get(key, 0)
+        out[key] = torch.cat(columns) if is_even else _padded(columns, width, value)
     return out
 
 
-def _pad(column: Tensor, width: int, value: int) -> Tensor:
-    missing = width - column.shape[1]
-    if not missing:
-        return column
-    padding = column.new_full((column.shape[0], missing, *column.shape[2:]), value)
-    return torch.cat([column, padding], dim=1)
+def _padded(columns: list[Tensor], width: int, value: int) -> Tensor:
+    """Each is copied once, to where it stays: half the time of padding it first."""
+    rows = sum(column.shape[0] for column in columns)
+    dtype = reduce(torch.promote_types, {column.dtype for column in columns})
+    out = torch.full((rows, width, *columns[0].shape[2:]), value, dtype=dtype)
+    row = 0
+    for column in columns:
+        out[row : row + column.shape[0], : column.shape[1]] = column
+        row += column.shape[0]
+    return out

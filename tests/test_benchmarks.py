@@ -137,3 +137,52 @@ def test_every_way_of_a_push_is_timed_and_checked(tmp_path):
             assert weight_bytes < sum(row["bytes_into_workers"]) < 1.2 * weight_bytes
         else:
             assert row["bytes_sent"] >= weight_bytes
+
+
+ROLLOUT = ("--in-flight", "8", "--groups", "2", "--tokens", "3", "--requests", "40")
+
+
+def test_the_pool_is_timed_beside_a_bare_client(tmp_path):
+    path = tmp_path / "rollout.json"
+    sizes = ("--turns", "1", "--rate", "200", "--soak", "60", "--json", str(path))
+    result = python("rollout.py", *ROLLOUT, *sizes)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(path.read_text())
+    for key in ("commit", "aiohttp", "cpu", "load_before", "load_after", "date"):
+        assert found["environment"][key], key
+    *rows, soak = found["rows"]
+    assert [(row["load"], row["client"]) for row in rows] == [
+        (load, client) for load in ("full", "paced") for client in ("pool", "bare")
+    ]
+    for row in rows:
+        assert row["cpu_ms"]["samples"] == 1
+        assert 0 < row["cpu_ms"]["p10"] <= row["cpu_ms"]["median"] <= row["cpu_ms"]["p90"]
+        assert row["requests"]["median"] >= 40
+        assert row["overhead_p50_ms"]["median"] <= row["overhead_p99_ms"]["median"]
+        assert row["server_cpu_ms"]["median"] > 0
+        assert ("cpu_over_bare" in row) == (row["client"] == "pool")
+        if row["load"] == "paced":  # 8 in flight at 40 ms each
+            assert row["requests_per_s"]["median"] < 400
+    assert soak["episodes"] == 60
+    assert soak["bytes_at_end"] > 0
+
+
+def test_a_pool_that_loses_or_mixes_rows_is_no_number(tmp_path):
+    wrong = {
+        "a reward is another row's": 'batch["rewards"] = batch["rewards"].flip(0)',
+        "tokens were sampled in": 'batch["loss_mask"][0, -1] = 0',
+        "a version or a logprob is not the server's": 'batch["versions"] += 1',
+    }
+    for said, damage in wrong.items():
+        code = (
+            "import sys, rollout\nright = rollout.check\n"
+            f"def check(batch, *rest):\n    {damage}\n    right(batch, *rest)\n"
+            "rollout.check = check\n"
+            "case = rollout.Case(4, 1, 3, 8)\n"
+            "with rollout.scripted_server(0.0) as address:\n"
+            "    try:\n        rollout.run_pool(case, address)\n"
+            "    except rollout.CheckFailed as error:\n        sys.exit(str(error))\n"
+        )
+        result = python("-c", code)
+        assert result.returncode == 1
+        assert said in result.stderr

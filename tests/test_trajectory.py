@@ -31,3 +31,27 @@ def test_odd_columns_are_named():
         concat_padded([])
     with pytest.raises(ValueError, match=r"column values is \(1, 3\) beside input_ids \(1, 2\)"):
         concat_padded([{**row(2, 5), "values": torch.zeros(1, 3)}, {**row(4, 6), "values": 1}])
+
+
+def test_parts_of_several_dtypes_and_lengths_keep_every_value():
+    ints = {**row(1, 5), "scores": torch.tensor([[7]])}
+    floats = {**row(3, 6), "scores": torch.tensor([[0.5, 1.5, 2.5]])}
+    for parts in ([ints, floats], [floats, ints]):
+        scores = concat_padded(parts)["scores"]
+        assert scores.dtype == torch.float32
+        assert sorted(scores.flatten().tolist()) == [0, 0, 0.5, 1.5, 2.5, 7]
+
+
+@pytest.mark.parametrize("other", [torch.zeros(1, 4, 1), torch.zeros(1, 4), torch.zeros(1)])
+def test_columns_of_another_rank_or_depth_are_named(other):
+    """Copied into place they would be spread over it."""
+    deep = {**row(2, 5), "features": torch.ones(1, 2, 3)}
+    with pytest.raises(ValueError, match=r"column features is \(1,.*beside \(1, 2, 3\)"):
+        concat_padded([deep, {**row(4, 6), "features": other}])
+
+
+def test_one_part_is_not_copied():
+    part = row(3, 5)
+    batch = concat_padded([part])
+    assert batch is not part
+    assert all(batch[key] is part[key] for key in part)

@@ -151,6 +151,7 @@ def running_server(
     extra_args: Sequence[str] = (),
     names_versions: bool = True,
     port: int | None = None,
+    max_model_len: int = MAX_MODEL_LEN,
 ) -> Iterator[RunningServer]:
     """A vLLM server with random weights that no test knows. Ends with its whole tree.
 
@@ -169,7 +170,7 @@ def running_server(
         port,
         vllm=VLLMConfig(
             dtype="float32",
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=max_model_len,
             max_num_seqs=16,
             extra_args=["--kv-cache-memory-bytes", str(64 << 20), *extra_args],
         ),

@@ -73,7 +73,7 @@ class DistRolloutCoordinator:
         with self._standing_by() as head:
             if head is not None:
                 batch = head.engine.prepare_batch(head.prompts, head.workflow, head.should_accept)
-                stats = head.engine.export_stats()
+                stats = head.export_stats()
         seed = self.config.seed + self.num_batches
         self.num_batches += 1
         minibatches = self.config.actor.ppo_n_minibatches

@@ -1,5 +1,6 @@
 """New weights from every rank of the trainer into every server: which way, and the push."""
 
+import time
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +16,7 @@ from megarl.bridge.sharded import ShardedSender
 from megarl.config.schema import WeightUpdateConfig
 from megarl.model.weights import LocalTensors
 from megarl.rollout_head import RolloutHead
+from megarl.stats import trace
 
 
 def make_pusher(
@@ -74,6 +76,9 @@ def push_weights(
     if head is not None:
         head.engine.pause()
     pushed = pusher.push(engine.export, version)
+    ended_s = time.monotonic()
+    trace.span("push", trace.WEIGHTS, ended_s - pushed.total_s, ended_s, version=version)
+    trace.span("paused", trace.PAUSES, ended_s - pushed.pause_s, ended_s, version=version)
     if head is not None:
         head.engine.set_version(version)
         head.engine.resume()

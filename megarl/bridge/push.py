@@ -21,6 +21,7 @@ from torch import Tensor
 from megarl.bridge.group import address_towards
 from megarl.errors import EngineError, MegarlError, WeightUpdateError
 from megarl.rollout.client import CONTROL_TIMEOUT_S, PauseMode, ServerClient
+from megarl.stats import trace
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -200,14 +201,18 @@ class Pusher:
         while True:
             try:
                 self._together("meet", self._members.renew)
-                self.sender.prepare(weights, version)
+                with trace.phase("prepare", trace.PUSH_PHASES, version=version):
+                    self.sender.prepare(weights, version)
                 if not is_paused:
                     paused_at = paused_at or time.perf_counter()
-                    self._together("pause the servers", self._pause_all)
+                    with trace.phase("pause", trace.PUSH_PHASES, version=version):
+                        self._together("pause the servers", self._pause_all)
                     is_paused = True
-                num_bytes = self.sender.send(version)
-                self._together("resume the servers", self._resume_all)
-                self._together("go on", self._declare_ready)
+                with trace.phase("send", trace.PUSH_PHASES, version=version):
+                    num_bytes = self.sender.send(version)
+                with trace.phase("resume", trace.PUSH_PHASES, version=version):
+                    self._together("resume the servers", self._resume_all)
+                    self._together("go on", self._declare_ready)
                 break
             except WeightUpdateError as error:
                 blameless += not self._drop_the_dead(error)

@@ -20,6 +20,7 @@ from typing import Any
 from megarl.config.run import DatasetConfig, GRPOConfig, SFTConfig
 from megarl.config.schema import (
     GenerationHyperparameters,
+    InferenceEngineConfig,
     ParallelConfig,
     RolloutParallelConfig,
     TrainEngineConfig,
@@ -33,6 +34,7 @@ DATASET_SUFFIXES = (".json", ".jsonl", ".parquet")
 _LENGTH_KEYS = {"vllm": "vllm.max_model_len", "sglang": "sglang.context_length"}
 _EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 _GENERATOR = "reasoning_gym:"
+_AGENT_WORKFLOW = "megarl.rollout.workflows.agent:AgentWorkflow"
 
 
 def check(config: GRPOConfig | SFTConfig) -> None:
@@ -54,6 +56,7 @@ def check(config: GRPOConfig | SFTConfig) -> None:
         _check_rollout(config, model)
         check_import("reward.fn", config.reward.fn)
         check_import("rollout.workflow", config.rollout.workflow)
+        _check_agent(config.rollout)
         if config.rollout.should_accept_fn is not None:
             check_import("rollout.should_accept_fn", config.rollout.should_accept_fn)
 
@@ -315,6 +318,18 @@ def generators() -> set[str]:
     for file in Path(spec.origin).parent.rglob("*.py"):
         names.update(re.findall(r'^DATASET_NAME = "(\w+)"', file.read_text("utf-8"), re.MULTILINE))
     return names
+
+
+def _check_agent(rollout: InferenceEngineConfig) -> None:
+    if rollout.workflow != _AGENT_WORKFLOW:
+        return
+    agent = rollout.workflow_options.get("agent")
+    if not isinstance(agent, str):
+        raise ConfigError(
+            f"rollout.workflow_options.agent: expected an agent's package.module:Class, got "
+            f"{agent!r}"
+        )
+    check_import("rollout.workflow_options.agent", agent)
 
 
 def check_import(key: str, target: str) -> None:

@@ -3,10 +3,12 @@
 `GRPOConfig` is RL, `SFTConfig` is supervised fine-tuning on the same actor.
 """
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from megarl.config.rules import require
 from megarl.config.schema import (
     ActorConfig,
     ClusterConfig,
@@ -77,6 +79,15 @@ class EvaluatorConfig(FrequencyConfig):
     at_start: bool = True
     """Evaluate version 0, before any training."""
     at_end: bool = True
+    success_threshold: float = 1.0
+    """A sample succeeds if its reward is at least this; pass@k counts successes. How many
+    samples a prompt gets is `eval_gconfig.n_samples`."""
+
+    def __post_init__(self) -> None:
+        require(
+            math.isfinite(self.success_threshold),
+            f"success_threshold: must be finite, got {self.success_threshold}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +101,9 @@ class WandbConfig:
 class StatsLoggerConfig:
     tensorboard: bool = True
     wandb: WandbConfig = field(default_factory=WandbConfig)
+    trace: bool = False
+    """Write RUN/trace.json, a time line of requests, episodes, pushes and phases that
+    ui.perfetto.dev opens; some 200 bytes an event, and several events an episode."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

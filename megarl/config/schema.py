@@ -3,13 +3,15 @@
 Names and defaults follow AReaL's where a user would look for them. Rules over one section
 live in that section's `__post_init__`; rules over two live in the class that owns both.
 Rules that need a file (the model's `config.json`) are in `megarl.config.checks`. The servers'
-sections are in `megarl.config.servers` and can be imported from here.
+sections are in `megarl.config.servers`, the rewards' in `megarl.config.rewards`; all can be
+imported from here.
 Nothing here imports torch, so a launcher or a laptop can check a run for any cluster.
 """
 
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from megarl.config.rewards import RewardConfig as RewardConfig
 from megarl.config.rules import above_zero, at_least, require
 from megarl.config.servers import InferenceEngineConfig as InferenceEngineConfig
 from megarl.config.servers import RolloutParallelConfig as RolloutParallelConfig
@@ -93,7 +95,7 @@ class ClusterConfig:
         at_least(self, 1, "n_nodes", "n_gpus_per_node")
 
 
-# ---------------------------------------------------------------- generation and rewards
+# ---------------------------------------------------------------- generation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,23 +131,6 @@ class GenerationHyperparameters:
     def new(self, **changes: Any) -> "GenerationHyperparameters":
         """A copy with `changes`."""
         return replace(self, **changes)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RewardConfig:
-    fn: str = "megarl.data.reasoning_gym:final_number_reward"
-    """`package.module:function`, called as fn(prompt, completion, prompt_ids,
-    completion_ids, **row) -> float."""
-    timeout_s: float = 15.0
-    """One call. The process of a call that is late is killed."""
-    max_attempts: int = 3
-    num_workers: int = 2
-    on_failure: Literal["zero", "reject"] = "zero"
-    """What a call that failed `max_attempts` times is worth: reward 0, or no episode."""
-
-    def __post_init__(self) -> None:
-        require(":" in self.fn, f"fn: expected package.module:function, got {self.fn!r}")
-        above_zero(self, "timeout_s", "max_attempts", "num_workers")
 
 
 # ---------------------------------------------------------------- training

@@ -1,7 +1,7 @@
 """The inference servers of a run, and how weights get into them: frozen dataclasses."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from megarl.config.rules import above_zero, at_least, require
 
@@ -29,7 +29,11 @@ class InferenceEngineConfig:
     backend: Literal["vllm", "sglang"] = "vllm"
     parallel: RolloutParallelConfig = field(default_factory=RolloutParallelConfig)
     workflow: str = "megarl.rollout.workflows.rlvr:RLVRWorkflow"
-    """`package.module:Class` of a RolloutWorkflow."""
+    """`package.module:Class` of a RolloutWorkflow. An agent that is written with a client of
+    OpenAI's or Anthropic's runs in megarl.rollout.workflows.agent:AgentWorkflow."""
+    workflow_options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the workflow's class beside reward_fn, gconfig and tokenizer, which it gets
+    from the run if it names them. AgentWorkflow needs `agent`, its `package.module:Class`."""
     should_accept_fn: str | None = None
     """`package.module:function` of a finished trajectory -> bool; False leaves it out."""
     max_concurrent_rollouts: int | None = None
@@ -65,6 +69,11 @@ class InferenceEngineConfig:
         at_least(self, 1, "max_tokens_per_request")
         at_least(self, 0, "max_head_offpolicyness", "request_retries", "server_restarts")
         above_zero(self, "setup_timeout_s", "request_timeout_s", "token_timeout_s")
+        for name in ("reward_fn", "gconfig", "tokenizer"):
+            require(
+                name not in self.workflow_options,
+                f"workflow_options.{name}: comes from the run, not from here",
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,7 @@ request is sent once.
 import asyncio
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, Self
 
 import aiohttp
@@ -83,6 +84,13 @@ class ServerClient(ABC):
                 f"{self.address}: {len(chunk.tokens)} tokens came, asked for {remaining}"
             )
         return chunk
+
+    def _read(self, parse: Callable[..., GenerateChunk], *arguments: Any) -> GenerateChunk:
+        """`parse(*arguments)`, an answer of this server; its error names it, and is short."""
+        try:
+            return parse(*arguments)
+        except EngineError as error:
+            raise EngineError(f"{self.address}: {str(error)[:_MAX_ERROR_CHARS]}") from error
 
     @abstractmethod
     async def _generate(

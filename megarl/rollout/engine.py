@@ -7,13 +7,14 @@ on: whatever was submitted is admitted as versions advance.
 
 import asyncio
 import concurrent.futures
+import gc
 import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from megarl.config.schema import GenerationHyperparameters, InferenceEngineConfig
 from megarl.errors import EngineError, EngineTimeout
@@ -26,10 +27,13 @@ from megarl.rollout.api import (
 )
 from megarl.rollout.backends import make_client
 from megarl.rollout.client import PauseMode, ServerClient
-from megarl.rollout.executor import WorkflowExecutor
-from megarl.rollout.fleet import Fleet, State
+from megarl.rollout.executor import Prompts, WorkflowExecutor
+from megarl.rollout.finished import as_batch
+from megarl.rollout.fleet import Fleet
 from megarl.rollout.membership import read_servers
+from megarl.rollout.server_state import State
 from megarl.rollout.staleness import StalenessManager
+from megarl.stats import trace
 from megarl.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -39,14 +43,6 @@ _CONTROL_TIMEOUT_S = 120.0
 _CLIENTS_POLL_S = 0.25
 _SEEDS = 1 << 31
 _SEED_STRIDE = 1_000_003
-
-
-class Prompts(Protocol):
-    """An endless stream of batches of rows."""
-
-    batch_size: int
-
-    def __next__(self) -> list[Row]: ...
 
 
 class RemoteInferenceEngine:
@@ -86,6 +82,8 @@ class RemoteInferenceEngine:
         self.batch_size = config.consumer_batch_size or batch_size
         self._dump_dir = dump_dir
         self._version = 0
+        self._stopped_s = time.monotonic()
+        """When `pause_generation` last stopped the servers."""
         self._dead: EngineError | None = None
         self.refit: Callable[[], None] | None = None
         """What brings weights to servers that came back while the trainer waits here for
@@ -119,12 +117,15 @@ class RemoteInferenceEngine:
             self.config.max_head_offpolicyness,
         )
         self.executor = WorkflowExecutor(self, staleness, dump_dir=self._dump_dir)
+        # What is imported by now stays; a collection that walks it takes a second at a time.
+        gc.freeze()
         started.set()
         await self._stop.wait()
         if self._health_watch is not None:
             self._health_watch.cancel()
         await self.executor.close()
         await self.fleet.close()
+        gc.unfreeze()
 
     def run(self, coro: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
         """The result of `coro`, run on the loop. EngineTimeout after `timeout_s`."""
@@ -297,6 +298,7 @@ class RemoteInferenceEngine:
             async with asyncio.TaskGroup() as tasks:
                 for client in self.clients:
                     tasks.create_task(client.pause(mode))
+            self._stopped_s = time.monotonic()
 
         self.run(stop_all(), _CONTROL_TIMEOUT_S)
 
@@ -305,6 +307,7 @@ class RemoteInferenceEngine:
             async with asyncio.TaskGroup() as tasks:
                 for client in self.clients:
                     tasks.create_task(client.resume())
+            trace.span("generation stopped", trace.PAUSES, self._stopped_s, time.monotonic())
             self._generating.set()
 
         self.run(start_all(), _CONTROL_TIMEOUT_S)
@@ -337,26 +340,17 @@ class RemoteInferenceEngine:
         prompts: Prompts,
         workflow: RolloutWorkflow,
         should_accept_fn: AcceptFn | None = None,
+        *,
+        dynamic_bs: bool = False,
     ) -> Trajectory:
         """The next batch; keeps the pool filled so that generation goes on after it returns.
 
-        By default one batch more is queued than a version may start, so that the next
-        version's episodes start without the trainer asking.
+        See WorkflowExecutor.prepare.
         """
-
-        async def fill_and_wait() -> Trajectory:
-            executor = self.executor
-            limit = self.config.queue_size or executor.staleness.pending_limit + self.batch_size
-            limit = max(limit, self.batch_size)
-            while True:
-                while executor.num_pending < limit:
-                    for row in next(prompts):
-                        executor.submit(row, workflow, should_accept_fn)
-                if executor.is_ready(self.batch_size):
-                    return executor.take(self.batch_size)
-                await executor.an_episode_ended()
-
-        return self.run(fill_and_wait(), None)
+        episodes = self.executor.prepare(
+            prompts, workflow, should_accept_fn, limit=self.config.queue_size, is_dynamic=dynamic_bs
+        )
+        return as_batch(self.run(episodes, None))
 
     def export_stats(self) -> dict[str, float]:
         stats: dict[str, float] = self._call(self.executor.export_stats)

@@ -10,23 +10,23 @@ accepted ones in that order, so with a bound of 0 the order of a batch is that o
 """
 
 import asyncio
-import json
+import bisect
 import logging
+import time
 from collections import Counter, deque
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import Any, Protocol
 
 from megarl.errors import EngineError
 from megarl.rollout import workflow_context
 from megarl.rollout.api import AcceptFn, GenerationEngine, RolloutWorkflow, Row
 from megarl.rollout.conform import conform
+from megarl.rollout.episode_log import Task, dump_episode, trace_episode
+from megarl.rollout.finished import Finished, as_batch
 from megarl.rollout.staleness import StalenessManager
 from megarl.rollout.workflow_context import WorkflowContext
-from megarl.trajectory import Trajectory, concat_padded, sequence_lengths
+from megarl.stats import trace
+from megarl.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -34,15 +34,10 @@ MAX_CONSECUTIVE_FAILURES = 32
 """Episodes that may fail one after another, with no success, before the run is given up."""
 
 
-@dataclass(frozen=True)
-class Task:
-    """One episode to run."""
+class Prompts(Protocol):
+    """An endless stream of lists of rows."""
 
-    task_id: int
-    data: Row
-    workflow: RolloutWorkflow
-    should_accept: AcceptFn | None = None
-    is_eval: bool = False
+    def __next__(self) -> list[Row]: ...
 
 
 class WorkflowExecutor:
@@ -58,7 +53,11 @@ class WorkflowExecutor:
         self._engine, self.staleness, self._dump_dir = engine, staleness, dump_dir
         self._queue: deque[Task] = deque()
         self._episodes: set[asyncio.Task[None]] = set()
-        self._results: dict[int, Trajectory] = {}
+        self._others: set[asyncio.Task[Trajectory | None]] = set()
+        """Episodes of `run_each`."""
+        self._finished = Finished()
+        self._is_dynamic = False
+        """Whether rejected episodes use up their places, see `prepare`."""
         self._rows: dict[int, Row] = {}
         """Of training episodes from submission until they are taken or rejected."""
         self._arrived = asyncio.Event()
@@ -101,15 +100,20 @@ class WorkflowExecutor:
     def state_dict(self) -> dict[str, Any]:
         """The counts, and what `num_pending` counts, in order of submission: (row, trajectory)s.
 
-        The trajectory of an episode that is queued or running is None.
+        The trajectory of an episode that is queued or running is None. `spent` are places that
+        rejected episodes have used up; `rejected_before`, of each whose place no batch has taken
+        yet, the pending episode that it stands before.
         """
-        pending = [(self._rows[i], self._results.get(i)) for i in sorted(self._rows)]
+        pending = sorted(self._rows)
+        rejected = sorted(self._finished.rejected)
         counts = self.staleness.counts
         return {
             "submitted": counts.submitted,
             "rejected": counts.rejected,
+            "spent": self.staleness.spent - len(rejected),
+            "rejected_before": [bisect.bisect(pending, i) for i in rejected],
             "failures": dict(self._failures),
-            "pending": pending,
+            "pending": [(self._rows[i], self._finished.accepted.get(i)) for i in pending],
         }
 
     def load_state_dict(
@@ -125,18 +129,29 @@ class WorkflowExecutor:
         """
         assert not self._rows, "episodes were submitted before the state was loaded"
         pending = state["pending"]
+        rejected_before = Counter(state.get("rejected_before", []))
+        self._is_dynamic = bool(rejected_before)
         self.staleness.on_version_recovered(
-            version, submitted=state["submitted"] - len(pending), rejected=state["rejected"]
+            version,
+            submitted=state["submitted"] - len(pending),
+            rejected=state["rejected"],
+            spent=state.get("spent", 0),
         )
         self._failures.update(state["failures"])
-        for row, trajectory in pending:
+        for place in range(len(pending) + 1):
+            for _ in range(rejected_before[place]):
+                self._finished.rejected.add(self._take_id())
+                self.staleness.on_restored(is_rejected=True)
+            if place == len(pending):
+                break
+            row, trajectory = pending[place]
             if trajectory is None:
                 self.submit(row, workflow, should_accept)
                 continue
             task_id = self._take_id()
             self.staleness.on_submitted()
             self.staleness.on_restored()
-            self._rows[task_id], self._results[task_id] = row, trajectory
+            self._rows[task_id], self._finished.accepted[task_id] = row, trajectory
 
     @property
     def num_pending(self) -> int:
@@ -165,14 +180,23 @@ class WorkflowExecutor:
     async def _run(self, task: Task, version: int) -> None:
         trajectory = await self._attempt(task)
         if trajectory is None:
-            self.staleness.on_rejected(version)
+            self.staleness.on_rejected(version, is_spent=self._is_dynamic)
             del self._rows[task.task_id]
+            if self._is_dynamic:
+                self._finished.rejected.add(task.task_id)
             return
         self.staleness.on_accepted(version)
-        self._results[task.task_id] = trajectory
+        self._finished.accepted[task.task_id] = trajectory
 
     async def _attempt(self, task: Task) -> Trajectory | None:
         """The trajectory if it was accepted, else None with the reason counted."""
+        started_s = time.monotonic()
+        trajectory = await self._episode(task)
+        if trace.is_on():
+            trace_episode(task, trajectory, started_s)
+        return trajectory
+
+    async def _episode(self, task: Task) -> Trajectory | None:
         workflow_context.set_for_task(WorkflowContext(task.is_eval, task.task_id))
         try:
             version = self._engine.get_version()
@@ -189,7 +213,7 @@ class WorkflowExecutor:
             return None
         self._failures_in_a_row = 0
         if self._dump_dir is not None:
-            await asyncio.to_thread(_dump, self._dump_dir, task, trajectory)
+            await asyncio.to_thread(dump_episode, self._dump_dir, task, trajectory)
         return trajectory
 
     def _count_failure(self, error: Exception) -> None:
@@ -222,28 +246,74 @@ class WorkflowExecutor:
                     await self.an_episode_ended()
         except TimeoutError as error:
             raise TimeoutError(
-                f"{len(self._results)} of {count} episodes within {timeout_s} s; "
+                f"{len(self._finished.accepted)} of {count} episodes within {timeout_s} s; "
                 f"{self.staleness.counts}, {len(self._queue)} queued"
             ) from error
         return self.take(count)
 
+    async def prepare(
+        self,
+        prompts: Prompts,
+        workflow: RolloutWorkflow,
+        should_accept: AcceptFn | None = None,
+        *,
+        limit: int | None = None,
+        is_dynamic: bool = False,
+    ) -> list[Trajectory]:
+        """The episodes of the next training batch, in order of submission; `as_batch` joins them.
+
+        Args:
+          prompts: endless; read whenever fewer than `limit` episodes are pending. None is one
+            batch more than a version may start: the next version's start without the trainer.
+          is_dynamic: the batch is what was accepted of `consumer_batch_size` episodes, one at
+            least: a rejected one is not replaced, so it cannot hold up the step.
+
+        Raises:
+          EngineError: episodes do nothing but fail.
+        """
+        count = self.staleness.consumer_batch_size
+        limit = max(limit or self.staleness.pending_limit + count, count)
+        self._set_dynamic(is_dynamic)
+        while True:
+            while self.num_pending < limit:
+                for row in next(prompts):
+                    self.submit(row, workflow, should_accept)
+            if freed := self._finished.drop_if_rejected(count):
+                self._free(freed)
+            elif self.is_ready(count):
+                return self._take(count)
+            else:
+                await self.an_episode_ended()
+
+    def _set_dynamic(self, is_dynamic: bool) -> None:
+        if self._is_dynamic and not is_dynamic:
+            rejected, self._finished.rejected = self._finished.rejected, set()
+            self._free(len(rejected))
+        self._is_dynamic = is_dynamic
+
+    def _free(self, count: int) -> None:
+        self.staleness.on_freed(count)
+        self.admit()
+
     def is_ready(self, count: int) -> bool:
-        """Whether `count` accepted episodes can be taken.
+        """Whether `count` episodes that ended can be taken.
 
         A whole batch also waits for what would be too old for the next one.
         """
-        if len(self._results) < count:
+        if len(self._finished) < count:
             return False
         is_batch = count >= self.staleness.consumer_batch_size
         return not (is_batch and self.staleness.overdue(self._engine.get_version()))
 
     def take(self, count: int) -> Trajectory:
         """The oldest `count` accepted episodes, in order of submission, as one batch."""
-        taken = sorted(self._results)[:count]
-        assert len(taken) == count, f"{len(taken)} episodes are ready, not {count}"
+        return as_batch(self._take(count))
+
+    def _take(self, count: int) -> list[Trajectory]:
+        taken = self._finished.take(count)
         for task_id in taken:
             del self._rows[task_id]
-        return _batch([self._results.pop(task_id) for task_id in taken])
+        return list(taken.values())
 
     async def an_episode_ended(self) -> None:
         """Waits for the next end of any episode. EngineError if they do nothing but fail."""
@@ -261,7 +331,19 @@ class WorkflowExecutor:
         is_eval: bool,
         should_accept: AcceptFn | None = None,
     ) -> Trajectory:
-        """Every row once, outside of the staleness bound; what was accepted in the rows' order.
+        """`run_each` as one batch of what was accepted, in the rows' order."""
+        results = await self.run_each(rows, workflow, is_eval=is_eval, should_accept=should_accept)
+        return as_batch([trajectory for trajectory in results if trajectory is not None])
+
+    async def run_each(
+        self,
+        rows: list[Row],
+        workflow: RolloutWorkflow,
+        *,
+        is_eval: bool,
+        should_accept: AcceptFn | None = None,
+    ) -> list[Trajectory | None]:
+        """Every row once, outside of the staleness bound; None where nothing was accepted.
 
         Raises:
           EngineError: every episode failed.
@@ -269,13 +351,16 @@ class WorkflowExecutor:
         tasks = [Task(self._take_id(), row, workflow, should_accept, is_eval) for row in rows]
         async with asyncio.TaskGroup() as group:
             running = [group.create_task(self._attempt(task)) for task in tasks]
+            for episode in running:
+                self._others.add(episode)
+                episode.add_done_callback(self._others.discard)
         results = [task.result() for task in running]
-        accepted = [trajectory for trajectory in results if trajectory is not None]
-        if not accepted:
+        num_failed = sum(trajectory is None for trajectory in results)
+        if num_failed == len(rows):
             raise EngineError(f"none of {len(rows)} episodes succeeded: {dict(self._failures)}")
-        if len(accepted) < len(rows):
-            logger.warning("%d of %d episodes gave nothing", len(rows) - len(accepted), len(rows))
-        return _batch(accepted)
+        if num_failed:
+            logger.warning("%d of %d episodes gave nothing", num_failed, len(rows))
+        return results
 
     def export_stats(self) -> dict[str, float]:
         """Counts since the start, by reason for what was rejected."""
@@ -293,47 +378,7 @@ class WorkflowExecutor:
         """Cancel what runs, start nothing more, and wait for the end of it."""
         self.pause()
         self._queue.clear()
-        for episode in list(self._episodes):
+        episodes = [*self._episodes, *self._others]
+        for episode in episodes:
             episode.cancel()
-        await asyncio.gather(*self._episodes, return_exceptions=True)
-
-
-def _batch(trajectories: list[Trajectory]) -> Trajectory:
-    """One batch; samples of an episode share a group id, dense from 0."""
-    for group, trajectory in enumerate(trajectories):
-        rows = trajectory["input_ids"].shape[0]
-        trajectory["group_ids"] = torch.full((rows,), group, dtype=torch.int64)
-        trajectory.setdefault("no_eos", torch.zeros(rows, dtype=torch.bool))
-    return concat_padded(trajectories)
-
-
-def _dump(folder: Path, task: Task, trajectory: Trajectory) -> None:
-    """FOLDER/[rollout|eval-rollout]/VERSION/TASK.jsonl, a line a sample."""
-    scope = WorkflowContext(task.is_eval, task.task_id).stat_scope()
-    versions = trajectory["versions"]
-    head = int(versions.max())
-    path = folder / scope / str(head) / f"{task.task_id}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tokenizer = getattr(task.workflow, "tokenizer", None)
-    decode: Callable[[list[int]], str] = tokenizer.decode if tokenizer else str
-    lines = []
-    for i, length in enumerate(sequence_lengths(trajectory).tolist()):
-        ids = trajectory["input_ids"][i, :length].tolist()
-        generated = trajectory["loss_mask"][i, :length].bool()
-        prompt_len = int(generated.int().argmax()) if generated.any() else length
-        seen = versions[i, :length][generated]
-        record = {
-            "task_id": task.task_id,
-            "sample_idx": i,
-            "seqlen": length,
-            "prompt_len": prompt_len,
-            "head_version": int(seen.max()) if seen.numel() else -1,
-            "tail_version": int(seen.min()) if seen.numel() else -1,
-            "reward": trajectory["rewards"][i].item(),
-            "prompt": decode(ids[:prompt_len]),
-            "completion": decode(ids[prompt_len:]),
-        }
-        lines.append(json.dumps(record))
-    partial = path.with_suffix(".partial")
-    partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    partial.rename(path)
+        await asyncio.gather(*episodes, return_exceptions=True)

@@ -1,17 +1,10 @@
-"""The servers of a run: their states, and what becomes of requests whose server is lost.
-
-    STARTING   was added and has not answered yet
-    STALE      is up and waits for weights: it has just been added, or was started again
-    READY      answers requests
-    DRAINING   gets no new requests, and is left when it has answered those it has
-    DEAD       does not answer; it is asked for its health until it comes back, as STALE
+"""The servers of a run, in the states of `server_state`: who comes, who goes, who is lost.
 
 A request whose server is lost is asked again of another one, or waits until one is READY. Which
 one it goes to is `megarl.rollout.router`'s to say. Everything here runs in the rollout loop.
 """
 
 import asyncio
-import enum
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
@@ -21,6 +14,7 @@ from megarl.errors import EngineError
 from megarl.rollout.api import NO_VERSION, GenerateChunk, ModelRequest
 from megarl.rollout.client import ConnectionBroken, ServerClient, ServerFailed
 from megarl.rollout.router import BLOCK_TOKENS, Router
+from megarl.rollout.server_state import UP, Server, State
 
 logger = logging.getLogger(__name__)
 
@@ -35,37 +29,6 @@ _MAX_TRIES = 3
 """Servers that may fail in one request before it is the request that is wrong."""
 _FIRST_USUAL_TOKENS = 512.0
 _USUAL_WEIGHT = 0.02
-
-
-class State(enum.Enum):
-    """See the module."""
-
-    STARTING = "starting"
-    STALE = "stale"
-    READY = "ready"
-    DRAINING = "draining"
-    DEAD = "dead"
-
-
-_UP = (State.STALE, State.READY, State.DRAINING)
-
-
-class _Server:
-    """One of the fleet."""
-
-    def __init__(self, client: ServerClient, state: State) -> None:
-        self.client, self.state = client, state
-        self.running: set[asyncio.Future[GenerateChunk]] = set()
-        self.outstanding_tokens = 0.0
-        self.last_answer_s = self.last_good_s = time.monotonic()
-        self.draining_since_s = 0.0
-        self.num_failed = 0
-        """Answers in a row that were errors of its own."""
-        self.was_silent = False
-        """Since it is dead: it has gone, so an answer is that of another process."""
-        self.was_ill = False
-        """Its last check failed, so it may have been started again since."""
-        self.check: asyncio.Task[EngineError | None] | None = None
 
 
 class _NoTokens(EngineError):
@@ -102,8 +65,8 @@ class Fleet:
     ) -> None:
         if not clients:
             raise ValueError("a rollout engine needs at least one server")
-        self._servers = {client: _Server(client, State.READY) for client in clients}
-        self._router: Router[_Server] = Router()
+        self._servers = {client: Server(client, State.READY) for client in clients}
+        self._router: Router[Server] = Router()
         self._comeback_s, self._on_lost = comeback_s, on_lost
         self._token_timeout_s = token_timeout_s
         self._members, self._connect = members, connect
@@ -156,12 +119,13 @@ class Fleet:
           EngineError: the server refused, or several failed in this request; or the last one is
             gone, and no other will come.
         """
-        failed: list[_Server] = []
+        failed: list[Server] = []
         while True:
             await self._some_ready.wait()
             cost = len(request.input_ids) + min(remaining, self._usual_tokens)
             server = self._choose(request, cost, failed)
             answer = asyncio.ensure_future(server.client.generate(request, gconfig, remaining))
+            started_s = time.monotonic()
             server.running.add(answer)
             server.outstanding_tokens += cost
             try:
@@ -191,15 +155,16 @@ class Fleet:
                 server.running.discard(answer)
                 server.outstanding_tokens -= cost
             self._learn(server, request, chunk)
+            server.record(request, chunk, started_s)
             return chunk
 
-    def _choose(self, request: ModelRequest, cost: float, failed: list[_Server]) -> _Server:
+    def _choose(self, request: ModelRequest, cost: float, failed: list[Server]) -> Server:
         ready = [s for s in self._servers.values() if s.state is State.READY]
         others = [server for server in ready if server not in failed]
         loads = {server: server.outstanding_tokens for server in others or ready}
         return self._router.choose(request.rid, request.input_ids, cost, loads)
 
-    def _learn(self, server: _Server, request: ModelRequest, chunk: GenerateChunk) -> None:
+    def _learn(self, server: Server, request: ModelRequest, chunk: GenerateChunk) -> None:
         server.last_answer_s = time.monotonic()
         server.num_failed = 0
         self._usual_tokens += _USUAL_WEIGHT * (len(chunk.tokens) - self._usual_tokens)
@@ -220,7 +185,7 @@ class Fleet:
         if self.clients == [client] and not self._comeback_s:
             raise EngineError(f"no server is left: {why}")
         logger.warning("server %s is lost: %s", client.address, why)
-        server.state = State.DEAD
+        server.set_state(State.DEAD, why)
         self.num_lost += 1
         self._abandon(server)
         self._on_lost(client.address)
@@ -231,7 +196,7 @@ class Fleet:
         for client in clients:
             server = self._servers.get(client)
             if server is not None and server.state is State.STALE:
-                server.state = State.READY
+                server.set_state(State.READY)
                 server.last_answer_s = time.monotonic()
                 logger.info("server %s is ready", client.address)
         self._update()
@@ -244,41 +209,43 @@ class Fleet:
             if wanted.pop(server.client.address, None) is None:
                 self._drain(server)
             elif server.state is State.DRAINING:
-                server.state = State.STALE  # it may have missed a push
+                server.set_state(State.STALE, "it may have missed a push")
         for client in wanted.values():
             logger.info("server %s is added", client.address)
-            self._servers[client] = _Server(client, State.STARTING)
+            self._servers[client] = Server(client, State.STARTING)
         self._update()
 
-    def _drain(self, server: _Server) -> None:
+    def _drain(self, server: Server) -> None:
         if server.state is State.READY and server.running:
             num_running = len(server.running)
             logger.info("server %s is to go: %d requests", server.client.address, num_running)
-            server.state, server.draining_since_s = State.DRAINING, time.monotonic()
+            server.set_state(State.DRAINING)
+            server.draining_since_s = time.monotonic()
         elif server.state is not State.DRAINING:
             self._leave(server)
 
-    def _leave(self, server: _Server) -> None:
+    def _leave(self, server: Server) -> None:
         logger.info("server %s has left", server.client.address)
-        server.state = State.DEAD
+        server.set_state(State.DEAD, "it has left")
         del self._servers[server.client]
         self._left.append(server.client)
         self._abandon(server)
 
-    def _abandon(self, server: _Server) -> None:
+    def _abandon(self, server: Server) -> None:
         """Its requests go elsewhere."""
         self._router.forget(server)
         for answer in server.running:
             answer.cancel()
 
-    def _comes_back(self, server: _Server) -> None:
+    def _comes_back(self, server: Server) -> None:
         """As another process. Who had asked the one before must ask again: another client."""
         del self._servers[server.client]
         self._left.append(server.client)
         server.state = State.DEAD
         self._abandon(server)
         client = server.client.again()
-        self._servers[client] = _Server(client, State.STALE)
+        self._servers[client] = again = Server(client, State.STARTING)
+        again.set_state(State.STALE, "it was started again")
         logger.warning("server %s is up again", client.address)
 
     def _update(self) -> None:
@@ -287,7 +254,7 @@ class Fleet:
             self._some_ready.set()
         else:
             self._some_ready.clear()
-        if not states.isdisjoint(_UP):
+        if not states.isdisjoint(UP):
             self._none_up_since_s = None
         elif self._none_up_since_s is None:
             self._none_up_since_s = time.monotonic()
@@ -338,7 +305,7 @@ class Fleet:
         self._members_error = ""
         self.set_members(addresses)
 
-    def _look_at(self, server: _Server) -> None:
+    def _look_at(self, server: Server) -> None:
         """Judge by the check that has ended, and begin the next one."""
         if server.state is State.DRAINING:
             drained_s = time.monotonic() - server.draining_since_s
@@ -352,7 +319,7 @@ class Fleet:
         if server.check is None and server.client in self._servers:
             server.check = asyncio.create_task(self._check(server), name="health")
 
-    async def _check(self, server: _Server) -> EngineError | None:
+    async def _check(self, server: Server) -> EngineError | None:
         client, num_pauses = server.client, server.client.num_pauses
         try:
             await client.health(timeout_s=2 * HEALTH_INTERVAL_S)
@@ -373,13 +340,13 @@ class Fleet:
             return _NoTokens(f"no token for {self._token_timeout_s:g} s: {error}")
         return None
 
-    def _judge(self, server: _Server, error: EngineError | None) -> None:
+    def _judge(self, server: Server, error: EngineError | None) -> None:
         if error is None:
             server.last_good_s, server.was_ill = time.monotonic(), False
             if server.state is State.DEAD and server.was_silent:
                 self._comes_back(server)
             elif server.state is State.STARTING:
-                server.state = State.STALE
+                server.set_state(State.STALE)
                 logger.info("server %s is up and waits for weights", server.client.address)
             self._update()
             return

@@ -7,24 +7,19 @@ and what would give episodes is an error: they get theirs through the actor.
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.config.schema import InferenceEngineConfig
 from megarl.errors import EngineError
-from megarl.rollout.api import (
-    NO_VERSION,
-    AcceptFn,
-    ModelRequest,
-    ModelResponse,
-    RolloutWorkflow,
-    Row,
-)
+from megarl.rollout.api import NO_VERSION, AcceptFn, ModelRequest, ModelResponse, Row
 from megarl.rollout.backends import make_client
 from megarl.rollout.client import PauseMode, ServerClient
 from megarl.rollout.engine import RemoteInferenceEngine
+from megarl.rollout.finished import as_batch
 from megarl.rollout.membership import named_servers
 from megarl.rollout.servers import wait_healthy
+from megarl.rollout.workflows import ResolvedWorkflows, WorkflowLike, resolve_accept_fn
 from megarl.trajectory import Trajectory
 
 NO_WEIGHTS = "MEGARL_SERVERS_WITHOUT_WEIGHTS"
@@ -75,6 +70,7 @@ class RemoteVLLMEngine:
         self._pushed: int | None = None
         """What the servers call their weights; None if they have none."""
         self._is_paused = False
+        self._workflows = ResolvedWorkflows()
 
     @property
     def is_head(self) -> bool:
@@ -214,10 +210,27 @@ class RemoteVLLMEngine:
         return await asyncio.to_thread(engine.run, engine.agenerate(req), None)
 
     def submit(
-        self, data: Row, workflow: RolloutWorkflow, should_accept_fn: AcceptFn | None = None
+        self,
+        data: Row,
+        workflow: WorkflowLike,
+        should_accept_fn: AcceptFn | str | None = None,
+        *,
+        workflow_kwargs: Mapping[str, Any] | None = None,
+        group_size: int = 1,
     ) -> int:
-        """Queue one episode. Returns its task id."""
-        return self.engine.submit(data, workflow, should_accept_fn)
+        """Queue one episode. Returns its task id.
+
+        Args:
+          workflow, workflow_kwargs, group_size: see resolve_workflow; the same class with equal
+            arguments is made once.
+          should_accept_fn: see resolve_accept_fn.
+
+        Raises:
+          ValueError: see there.
+        """
+        engine = self.engine
+        resolved = self._workflows(workflow, workflow_kwargs, group_size)
+        return engine.submit(data, resolved, resolve_accept_fn(should_accept_fn))
 
     def wait(self, count: int, timeout: float | None = None) -> Trajectory:
         """The oldest `count` accepted episodes as one batch.
@@ -230,34 +243,49 @@ class RemoteVLLMEngine:
     def rollout_batch(
         self,
         data: Sequence[Row],
-        workflow: RolloutWorkflow,
-        should_accept_fn: AcceptFn | None = None,
+        workflow: WorkflowLike,
+        should_accept_fn: AcceptFn | str | None = None,
         *,
+        workflow_kwargs: Mapping[str, Any] | None = None,
+        group_size: int = 1,
         is_eval: bool = False,
     ) -> Trajectory:
         """Every row once, now, under the servers' present weights; in the rows' order.
 
         Rows whose episode was rejected or not accepted are left out.
 
+        Args:
+          workflow, should_accept_fn, workflow_kwargs, group_size: see `submit`.
+
         Raises:
           EngineError: the servers have no weights yet, or nothing was accepted.
         """
         self._need_weights()
         run_all = self.engine.executor.run_all(
-            list(data), workflow, is_eval=is_eval, should_accept=should_accept_fn
+            list(data),
+            self._workflows(workflow, workflow_kwargs, group_size),
+            is_eval=is_eval,
+            should_accept=resolve_accept_fn(should_accept_fn),
         )
         return self.engine.run(run_all, None)
 
     def prepare_batch(
         self,
         dataloader: Any,
-        workflow: RolloutWorkflow,
-        should_accept_fn: AcceptFn | None = None,
+        workflow: WorkflowLike,
+        should_accept_fn: AcceptFn | str | None = None,
+        *,
+        workflow_kwargs: Mapping[str, Any] | None = None,
+        group_size: int = 1,
+        dynamic_bs: bool = False,
     ) -> Trajectory:
         """The next `consumer_batch_size` episodes; generation of later ones goes on.
 
         Args:
           dataloader: see RowStream. The same object continues where the call before stood.
+          workflow, should_accept_fn, workflow_kwargs, group_size: see `submit`.
+          dynamic_bs: rejected episodes count, too, so that the batch is smaller and the step does
+            not wait for others in their place; see WorkflowExecutor.prepare.
 
         Raises:
           EngineError: the servers have no weights yet, or episodes do nothing but fail.
@@ -270,7 +298,14 @@ class RemoteVLLMEngine:
                 f"dataloader.batch_size {stream.batch_size} must equal "
                 f"rollout.consumer_batch_size {self.engine.batch_size}"
             )
-        return self.engine.prepare_batch(stream, workflow, should_accept_fn)
+        episodes = self.engine.executor.prepare(
+            stream,
+            self._workflows(workflow, workflow_kwargs, group_size),
+            resolve_accept_fn(should_accept_fn),
+            limit=self.config.queue_size,
+            is_dynamic=dynamic_bs,
+        )
+        return as_batch(self.engine.run(episodes, None))
 
     def _stream_of(self, dataloader: Any) -> RowStream:
         if self._stream is None or self._stream.dataloader is not dataloader:

@@ -1,22 +1,31 @@
-"""Rewards in processes of their own, so that no reward can hang or kill a run.
+"""Rewards that can fail: no call can hang or kill a run, and each failure is counted.
 
-A call that is late loses its process (SIGKILL to its group) and is tried again in a new one; a
-call that fails `max_attempts` times is worth 0 or rejects the episode, and is counted by
-reason. Belongs to one event loop.
+A call that fails is tried again; one that fails `max_attempts` times is worth 0 or rejects the
+episode, and each failed attempt is counted by reason. What a call is, is one of
+
+  RewardPool   a function in processes of its own; one that is late loses its process
+  AsyncReward  an `async def` in the rollout loop
+  RewardModel  a request to a model, in megarl/rollout/reward_model.py
+
+Each belongs to one event loop.
 """
 
 import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
 import signal
 import sys
+from abc import ABC, abstractmethod
 from collections import Counter
-from typing import Any, Literal
+from collections.abc import Awaitable, Callable
+from typing import Any, ClassVar, Literal
 
 from megarl.errors import MegarlError
 from megarl.rollout.reward_worker import HEADER, encode_message
+from megarl.rollout.slots import Slots
 
 logger = logging.getLogger(__name__)
 
@@ -25,38 +34,48 @@ _START_TIMEOUT_S = 120.0
 """A new process may take so long to import the function's module."""
 
 
-class _CallFailed(MegarlError):
-    """One attempt at one call; the text begins with a reason that is counted."""
-
-
-class RewardPool:
-    """Calls `fn` in `num_workers` processes. Awaitable like an async reward function.
+class CallFailed(MegarlError):
+    """One attempt at one call; the text begins with a reason that is counted.
 
     Args:
-      fn: import string `package.module:function`.
-      timeout_s: one call, without the start of its process.
+      is_final: another attempt would fail as well.
+    """
+
+    def __init__(self, text: str, *, is_final: bool = False) -> None:
+        super().__init__(text)
+        self.is_final = is_final
+
+
+class Reward(ABC):
+    """Awaitable like an async reward function, with limits.
+
+    Args:
+      name: for messages.
       on_failure: what a call is worth that failed `max_attempts` times: "zero" is 0.0,
         "reject" is None.
-      memory_bytes: address space of one process; 0 is no limit.
+      options: keyword arguments of each call; a row's own go before them.
+      first_delay_s: before the second attempt; it doubles with each.
     """
+
+    takes_messages: ClassVar[bool] = False
+    """Whether calls want the row's chat as `messages`."""
 
     def __init__(
         self,
-        fn: str,
+        name: str,
         *,
-        timeout_s: float,
         max_attempts: int,
-        num_workers: int,
         on_failure: Literal["zero", "reject"],
-        memory_bytes: int = DEFAULT_MEMORY_BYTES,
+        options: dict[str, Any] | None = None,
+        first_delay_s: float = 0.0,
     ) -> None:
-        self.fn, self.timeout_s, self.max_attempts = fn, timeout_s, max_attempts
-        self.on_failure = on_failure
+        self.name, self.max_attempts, self.on_failure = name, max_attempts, on_failure
         self.failures: Counter[str] = Counter()
-        """Failed attempts by reason: timeout, crash, error."""
+        """Failed attempts by reason."""
+        self.num_calls = self.num_failed = 0
+        """Calls that were answered, and those of them that failed `max_attempts` times."""
+        self._options, self._first_delay_s = options or {}, first_delay_s
         self._closed = False
-        self._idle: asyncio.Queue[_Worker] | None = None
-        self._workers = [_Worker(fn, memory_bytes) for _ in range(num_workers)]
 
     async def __call__(
         self,
@@ -67,32 +86,135 @@ class RewardPool:
         **row: Any,
     ) -> float | None:
         """The reward of one completion; None rejects it."""
+        row = {**self._options, **row}
+        delay_s = self._first_delay_s
+        for attempt in range(self.max_attempts):
+            if self._closed:
+                raise MegarlError(f"reward {self.name}: called after its end")
+            try:
+                value = await self._attempt(prompt, completion, prompt_ids, completion_ids, **row)
+                self.num_calls += 1
+                return value
+            except CallFailed as error:
+                self._count(error)
+                if error.is_final:
+                    break
+            if delay_s and attempt + 1 < self.max_attempts:
+                await asyncio.sleep(delay_s)
+                delay_s *= 2
+        self.num_calls += 1
+        self.num_failed += 1
+        return 0.0 if self.on_failure == "zero" else None
+
+    @abstractmethod
+    async def _attempt(
+        self,
+        prompt: str,
+        completion: str,
+        prompt_ids: list[int],
+        completion_ids: list[int],
+        **row: Any,
+    ) -> float | None:
+        """One try. CallFailed if it gave no finite number."""
+
+    def _count(self, error: CallFailed) -> None:
+        reason = str(error).partition(":")[0]
+        self.failures[reason] += 1
+        if self.failures[reason] == 1:
+            logger.warning("reward %s: %s (later ones are only counted)", self.name, error)
+
+    def export_stats(self) -> dict[str, float]:
+        """Counts since the start: calls, those that failed, failed attempts by reason."""
+        failures = {f"reward/attempts_failed/{name}": n for name, n in dict(self.failures).items()}
+        counts = {"reward/calls": self.num_calls, "reward/failed": self.num_failed}
+        return {name: float(value) for name, value in (counts | failures).items()}
+
+    async def close(self) -> None:
+        """No call may be running or come after it."""
+        self._closed = True
+
+
+def finite(value: Any) -> float:
+    """`value` as a number. CallFailed if it is none, or none that can be trained on."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise CallFailed(f"error: {error}") from error
+    if not math.isfinite(number):
+        raise CallFailed(f"error: a reward of {number}")
+    return number
+
+
+class AsyncReward(Reward):
+    """Awaits `function`, `max_concurrent` calls at one time.
+
+    Args:
+      timeout_s: one call, without its wait for a place.
+      options: see Reward.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Awaitable[float | None]],
+        *,
+        timeout_s: float,
+        max_concurrent: int,
+        **options: Any,
+    ) -> None:
+        super().__init__(getattr(function, "__name__", type(function).__name__), **options)
+        self.function, self.timeout_s = function, timeout_s
+        self._slots = Slots(max_concurrent)
+
+    async def _attempt(self, *args: Any, **row: Any) -> float | None:
+        async with self._slots():
+            try:
+                async with asyncio.timeout(self.timeout_s) as limit:
+                    value = await self.function(*args, **row)
+            except Exception as error:  # the user's code: it is counted
+                if limit.expired():
+                    raise CallFailed(f"timeout: no answer within {self.timeout_s} s") from error
+                raise CallFailed(f"error: {error!r}") from error
+        return None if value is None else finite(value)
+
+
+class RewardPool(Reward):
+    """Calls `fn` in `num_workers` processes.
+
+    Args:
+      fn: import string `package.module:function`.
+      timeout_s: one call, without the start of its process.
+      memory_bytes: address space of one process; 0 is no limit.
+      options: see Reward.
+    """
+
+    def __init__(
+        self,
+        fn: str,
+        *,
+        timeout_s: float,
+        num_workers: int,
+        memory_bytes: int = DEFAULT_MEMORY_BYTES,
+        **options: Any,
+    ) -> None:
+        super().__init__(fn, **options)
+        self.timeout_s = timeout_s
+        self._idle: asyncio.Queue[_Worker] | None = None
+        self._workers = [_Worker(fn, memory_bytes) for _ in range(num_workers)]
+
+    async def _attempt(self, *args: Any, **row: Any) -> float:
         if self._idle is None:
             self._idle = asyncio.Queue()
             for worker in self._workers:
                 self._idle.put_nowait(worker)
-        message = {"args": [prompt, completion, prompt_ids, completion_ids], "kwargs": row}
-        for _ in range(self.max_attempts):
-            if self._closed:
-                raise MegarlError(f"reward {self.fn}: called after its processes were ended")
-            worker = await self._idle.get()
-            try:
-                return await worker.call(message, self.timeout_s)
-            except _CallFailed as error:
-                self._count(error)
-            finally:
-                self._idle.put_nowait(worker)
-        return 0.0 if self.on_failure == "zero" else None
-
-    def _count(self, error: _CallFailed) -> None:
-        reason = str(error).partition(":")[0]
-        self.failures[reason] += 1
-        if self.failures[reason] == 1:
-            logger.warning("reward %s: %s (later ones are only counted)", self.fn, error)
+        worker = await self._idle.get()
+        try:
+            return finite(await worker.call({"args": args, "kwargs": row}, self.timeout_s))
+        finally:
+            self._idle.put_nowait(worker)
 
     async def close(self) -> None:
         """End all processes. No call may be running or come after it."""
-        self._closed = True
+        await super().close()
         for worker in self._workers:
             await worker.kill()
 
@@ -115,15 +237,15 @@ class _Worker:
                 answer = await self._exchange(message)
         except TimeoutError as error:
             await self.kill()
-            raise _CallFailed(f"timeout: {waiting_for} took over {limit_s} s, killed") from error
+            raise CallFailed(f"timeout: {waiting_for} took over {limit_s} s, killed") from error
         except (ConnectionError, asyncio.IncompleteReadError) as error:
             code = await self.kill()
-            raise _CallFailed(f"crash: the process ended with code {code}") from error
+            raise CallFailed(f"crash: the process ended with code {code}") from error
         except asyncio.CancelledError:
             await self.kill()  # its answer would be taken for that of the next call
             raise
         if "error" in answer:
-            raise _CallFailed(f"error: {answer['error']}")
+            raise CallFailed(f"error: {answer['error']}")
         return float(answer["value"])
 
     async def _start(self) -> None:

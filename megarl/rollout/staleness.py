@@ -2,13 +2,20 @@
 
 At version v an episode may start while
 
-    accepted + running < (eta + v + 1) B                                                    (1)
+    accepted + spent + running < (eta + v + 1) B                                            (1)
 
 so those of versions <= v, consumed B a step and oldest first, are used up by step v + eta:
 nothing finished is ever thrown away for its age. Rejected episodes leave the sum, which lets
-others take their place. A long episode may be overtaken by younger ones, so (1) alone bounds
-only the mean; the step of version v waits for what still runs since v - eta or before. There
-are never more than B of these that are not consumed.
+others take their place; where batches are dynamic they stay in it as `spent`: a step then
+consumes B places, some of them of rejected episodes.
+
+A long episode may be overtaken by younger ones, so (1) alone bounds only the mean. Of those that
+started at u or before, the steps after v that may still take them, up to u + eta, have room for
+
+    (u + eta - v) B,  0 if that is less                                                     (2)
+
+so the step of version v waits while more of them run. What has finished is taken oldest first
+and by (1) never too much, so no step trains on an episode that is older than eta.
 """
 
 from collections import Counter
@@ -45,7 +52,7 @@ class StalenessManager:
         self.max_concurrent_rollouts = max_concurrent_rollouts
         self.consumer_batch_size = consumer_batch_size
         self.max_staleness = max_staleness
-        self._submitted = self._accepted = self._rejected = 0
+        self._submitted = self._accepted = self._rejected = self._spent = 0
         self._running: Counter[int] = Counter()
         """Episodes that run, by the version at which they started."""
 
@@ -55,6 +62,11 @@ class StalenessManager:
         return RolloutCounts(self._submitted, running, self._accepted, self._rejected)
 
     @property
+    def spent(self) -> int:
+        """Places of batches that rejected episodes use up, so that no other takes them."""
+        return self._spent
+
+    @property
     def pending_limit(self) -> int:
         """Episodes worth having queued or running: all that any version may start at once."""
         return (self.max_staleness + 1) * self.consumer_batch_size
@@ -62,16 +74,21 @@ class StalenessManager:
     def capacity(self, version: int) -> int:
         """Episodes that may start now; 0 or less is none.
 
-        min( C - running,  (eta + version + 1) B - (accepted + running) )
+        min( C - running,  (eta + version + 1) B - (accepted + spent + running) )
         """
         running = self._running.total()
         allowed = (self.max_staleness + version + 1) * self.consumer_batch_size
-        return min(self.max_concurrent_rollouts - running, allowed - (self._accepted + running))
+        used = self._accepted + self._spent + running
+        return min(self.max_concurrent_rollouts - running, allowed - used)
 
     def overdue(self, version: int) -> int:
-        """Episodes that run and only the step of `version` may still take: it waits for them."""
-        oldest = version - self.max_staleness
-        return sum(count for started, count in self._running.items() if started <= oldest)
+        """How many of the episodes that run have to end before the step of `version`; see (2)."""
+        most = running = 0
+        for started in sorted(self._running):
+            running += self._running[started]
+            later_steps = max(0, started + self.max_staleness - version)
+            most = max(most, running - later_steps * self.consumer_batch_size)
+        return most
 
     def on_submitted(self) -> None:
         """An episode was queued."""
@@ -85,20 +102,32 @@ class StalenessManager:
         self._end(started)
         self._accepted += 1
 
-    def on_rejected(self, started: int) -> None:
+    def on_rejected(self, started: int, *, is_spent: bool = False) -> None:
+        """Its place is another's, unless it `is_spent`."""
         self._end(started)
         self._rejected += 1
+        self._spent += is_spent
+
+    def on_freed(self, count: int) -> None:
+        """Places that rejected episodes had used up are others' again."""
+        assert count <= self._spent, f"{count} of {self._spent} places"
+        self._spent -= count
 
     def _end(self, started: int) -> None:
         self._running[started] -= 1
         if not self._running[started]:
             del self._running[started]
 
-    def on_restored(self) -> None:
-        """An episode that an earlier process accepted, and no step has consumed."""
-        self._accepted += 1
+    def on_restored(self, *, is_rejected: bool = False) -> None:
+        """An episode that ended in an earlier process, and whose place no step has used up."""
+        if is_rejected:
+            self._spent += 1
+        else:
+            self._accepted += 1
 
-    def on_version_recovered(self, version: int, submitted: int = 0, rejected: int = 0) -> None:
-        """After a restart at `version`: all steps before it have consumed their batches."""
-        self._accepted = version * self.consumer_batch_size
-        self._submitted, self._rejected = submitted, rejected
+    def on_version_recovered(
+        self, version: int, submitted: int = 0, rejected: int = 0, spent: int = 0
+    ) -> None:
+        """After a restart at `version`: all steps before it have used up their places."""
+        self._accepted = version * self.consumer_batch_size - spent
+        self._submitted, self._rejected, self._spent = submitted, rejected, spent

@@ -72,11 +72,15 @@ class ConsoleReporter:
         self._draw()
 
     def eval(self, row: dict[str, float]) -> None:
-        self.message(
+        text = (
             f"eval after step {row['step']:.0f}: reward {row['eval/reward']:.3f} over "
             f"{row['eval/num_episodes']:.0f} episodes, "
             f"{row['eval/response_tokens']:.1f} tokens a response"
         )
+        shares = [f"pass@{k} {row[f'eval/pass@{k}']:.3f}" for k in _ks(row) if k > 1]
+        if failed := row.get("eval/failed"):
+            shares.append(f"{failed:.0f} samples without a score count as reward 0")
+        self.message(", ".join([text, *shares]))
 
     def message(self, text: str) -> None:
         """A line that stays, above the table."""
@@ -98,6 +102,12 @@ class ConsoleReporter:
             table.add_row(f"{row['step']:.0f}", *(_cell(row, key) for key in shown))
         parts = [table, self._progress] if self._rows else [self._progress]
         self._live.update(Group(*parts), refresh=True)
+
+
+def _ks(row: dict[str, float]) -> list[int]:
+    """Those of the row's pass@k, in order."""
+    names = (key.removeprefix("eval/pass@") for key in row if key.startswith("eval/pass@"))
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def _cell(row: dict[str, float], key: str) -> str:

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.stats import trace
+
 P = ParamSpec("P")
 R = TypeVar("R")
 Reduce = Literal["avg", "sum", "min", "max"]
@@ -121,7 +123,8 @@ class StatsTracker:
         """Seconds inside, summed under `timeperf/NAME` (outside of all scopes)."""
         start = time.perf_counter()
         try:
-            yield
+            with trace.phase(name):
+                yield
         finally:
             self._record(f"timeperf/{name}", _Value("time", time.perf_counter() - start))
 

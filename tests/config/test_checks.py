@@ -155,6 +155,21 @@ def test_legal_fine_tuning(run_file):
         (["reward.fn=no_such_package.x:f"], r"reward.fn: no module 'no_such_package.x'"),
         (["reward.fn=json.decoder:decode"], r"reward.fn: \S+decoder.py defines no 'decode'"),
         (["rollout.workflow=json.nothing:X"], r"rollout.workflow: no module 'json.nothing'"),
+        (
+            ["rollout.workflow_options={gconfig: {}}"],
+            r"rollout.workflow_options.gconfig: comes from the run",
+        ),
+        (
+            ["rollout.workflow=megarl.rollout.workflows.agent:AgentWorkflow"],
+            r"rollout.workflow_options.agent: expected an agent's package.module:Class, got None",
+        ),
+        (
+            [
+                "rollout.workflow=megarl.rollout.workflows.agent:AgentWorkflow",
+                "+rollout.workflow_options.agent=json.decoder:Agent",
+            ],
+            r"rollout.workflow_options.agent: \S+decoder.py defines no 'Agent'",
+        ),
     ],
 )
 def test_refused(run_file, overrides, message):

@@ -19,9 +19,9 @@ CHAIN_SUM = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
 QUICKSTART_BASE = Path(__file__).parents[2] / "configs" / "quickstart_base"
 
 
-def make_stream(num_rows=10, batch_size=3, shuffle=True, seed=1):
+def make_stream(num_rows=10, batch_size=3, shuffle=True, seed=1, shard=(0, 1)):
     rows = [{"prompt": str(i)} for i in range(num_rows)]
-    return PromptStream(rows, batch_size=batch_size, shuffle=shuffle, seed=seed)
+    return PromptStream(rows, batch_size=batch_size, shuffle=shuffle, seed=seed, shard=shard)
 
 
 def take(stream, count):
@@ -50,9 +50,52 @@ def test_epochs_hold_each_row_once_in_orders_of_their_own():
     assert take_flat(make_stream(num_rows=9, shuffle=False), 3) == [str(i) for i in range(9)]
 
 
+def make_shards(count, num_rows, batch_size):
+    return [
+        make_stream(num_rows=num_rows, batch_size=batch_size, shard=(i, count))
+        for i in range(count)
+    ]
+
+
+def take_together(shards, steps):
+    """The batches of all shards, step by step, as one list of rows."""
+    return [row for _ in range(steps) for shard in shards for row in take_flat(shard, 1)]
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 8))
+def test_shards_are_disjoint_and_together_the_whole_stream(count, batch_size, more):
+    num_rows = count * batch_size + more
+    shards = make_shards(count, num_rows, batch_size)
+    whole = make_stream(num_rows=num_rows, batch_size=batch_size * count)
+    assert take_together(shards, 7) == take_flat(whole, 7)
+    assert {shard.steps_per_epoch for shard in shards} == {whole.steps_per_epoch}
+    assert all(shard.state_dict() == whole.state_dict() for shard in shards)
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 5), st.integers(0, 9))
+def test_shards_go_on_as_another_number_of_shards(before, after, batch_size, steps):
+    """Nothing is asked twice in an epoch, nothing is left out but what fills no batch."""
+    shards = make_shards(before, 24, batch_size)
+    take_together(shards, steps)
+    state = shards[-1].state_dict()
+    resumed = make_shards(after, 24, batch_size)
+    whole = make_stream(num_rows=24, batch_size=batch_size * after)
+    for stream in (*resumed, whole):
+        stream.load_state_dict(json.loads(json.dumps(state)))
+    assert take_together(resumed, 6) == take_flat(whole, 6)
+
+
 def test_too_few_rows_are_an_error():
     with pytest.raises(ValueError, match="2 rows do not fill one batch of 3"):
         make_stream(num_rows=2)
+    with pytest.raises(ValueError, match="5 rows do not fill one batch of 3 in each of 2 shards"):
+        make_stream(num_rows=5, shard=(0, 2))
+
+
+@pytest.mark.parametrize("shard", [(2, 2), (-1, 2), (0, 0)])
+def test_a_shard_that_is_none_is_refused(shard):
+    with pytest.raises(ValueError, match="0 <= index < count, got"):
+        make_stream(shard=shard)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
@@ -53,10 +54,10 @@ class Run:
     def steps(self) -> list[dict]:
         return [row for row in self.rows() if "loss" in row]
 
-    def wait_for_step(self) -> None:
-        """Until the first step is in metrics.jsonl."""
+    def wait_for_step(self, condition: Callable[[dict], bool] = lambda step: True) -> None:
+        """Until metrics.jsonl has a step, and `condition` is true of the last one."""
         deadline = time.monotonic() + RUN_LIMIT_S
-        while not self.steps():
+        while not (self.steps() and condition(self.steps()[-1])):
             assert self.process.poll() is None, f"the run ended early:\n{self.text()}"
             assert time.monotonic() < deadline, f"no step in {RUN_LIMIT_S} s:\n{self.text()}"
             time.sleep(0.1)

@@ -1,6 +1,7 @@
 """AgentWorkflow: agents with OpenAI's client as episodes, in the pool that runs them."""
 
 import asyncio
+import logging
 
 import openai
 import pytest
@@ -85,6 +86,12 @@ class Careful:
             model="m", messages=[{"role": "user", "content": data["prompt"]}]
         )
         return self.worth
+
+
+def test_a_runs_log_has_no_line_for_each_request(caplog):
+    caplog.set_level(logging.INFO)
+    episode("test_agent_workflow:Careful", agent_options={"worth": 7})
+    assert [record.name for record in caplog.records if record.name.startswith("httpx")] == []
 
 
 class SetsItsReward:

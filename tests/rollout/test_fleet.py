@@ -9,7 +9,8 @@ from megarl.errors import EngineError, EngineTimeout
 from megarl.rollout import fleet as fleet_module
 from megarl.rollout.api import NO_VERSION, GenerateChunk, ModelRequest
 from megarl.rollout.client import ConnectionBroken, ServerFailed
-from megarl.rollout.fleet import Fleet, State
+from megarl.rollout.fleet import Fleet
+from megarl.rollout.server_state import State
 
 LIMIT_S = 60.0
 

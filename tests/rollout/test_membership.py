@@ -41,7 +41,7 @@ def test_what_cannot_be_read_is_told(tmp_path):
     with pytest.raises(EngineError, match=r"rollout.servers: dns://no-such-name.invalid:1: "):
         read("dns://no-such-name.invalid:1")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    with pytest.raises(EngineError, match="rollout.servers: .*binary: .*decode"):
+    with pytest.raises(EngineError, match=r"rollout.servers: .*binary: .*decode"):
         read(tmp_path / "binary")
 
 
@@ -56,7 +56,7 @@ def test_the_servers_to_begin_with(tmp_path, monkeypatch):
     assert named_servers(None, 0.0) == ["h:3"]
     path = tmp_path / "servers.txt"
     path.write_text("# none yet\n")
-    with pytest.raises(EngineError, match="servers.txt names no server, for 0 s"):
+    with pytest.raises(EngineError, match=r"servers.txt names no server, for 0 s"):
         named_servers(str(path), 0.0)
     writer = threading.Timer(0.2, path.write_text, ["h:4\n"])
     writer.start()

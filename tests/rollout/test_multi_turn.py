@@ -5,6 +5,7 @@ import asyncio
 import pytest
 import torch
 from jinja2 import TemplateError
+from proxy_agents import TOKENIZER
 
 from megarl.config.schema import GenerationHyperparameters
 from megarl.rollout.api import ModelResponse
@@ -176,8 +177,11 @@ class ChatTokenizer(Tokenizer):
 
     chat_template = "there is one"
 
-    def apply_chat_template(self, messages, *, tokenize, add_generation_prompt, enable_thinking):
+    def apply_chat_template(
+        self, messages, *, tools, tokenize, add_generation_prompt, enable_thinking
+    ):
         assert not tokenize
+        assert tools is None
         self.check(messages)
         text = "".join(f"<{m['role']}>{m['content']}{chr(EOS)}" for m in messages)
         return text + "<assistant>" * add_generation_prompt
@@ -194,16 +198,56 @@ class StrictTokenizer(ChatTokenizer):
 
 @pytest.mark.parametrize("tokenizer", [ChatTokenizer, StrictTokenizer])
 def test_the_reflection_is_what_a_chat_has_after_an_answer(tokenizer):
-    assert reflection_tokens(tokenizer(), "again?") == ids("<user>again?$<assistant>")
+    reflection = "<user>again?$<assistant>"
+    assert reflection_tokens(tokenizer(), "again?", ids("5$")) == ids(reflection)
+    # An answer that was cut gets the end that it lacks.
+    cut = reflection_tokens(tokenizer(), "again?", ids("5"), has_ended=False)
+    assert cut == ids("$" + reflection)
 
 
-def test_a_template_that_rewrites_answers_is_refused():
-    class Rewriting(ChatTokenizer):
+@pytest.mark.parametrize("ends", [True, False])
+def test_all_that_the_template_writes_behind_an_end_token_is_kept(ends):
+    """Qwen's writes a line break behind it, which no answer has sampled."""
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    chat.append({"role": "user", "content": "again?"})
+    whole = TOKENIZER.apply_chat_template(
+        chat, tools=None, tokenize=False, add_generation_prompt=True, enable_thinking=False
+    )
+    rest = whole.partition("<|im_start|>assistant\na<|im_end|>")[2]
+    sampled = TOKENIZER.encode("a<|im_end|>" if ends else "a")
+    tokens = reflection_tokens(TOKENIZER, "again?", sampled, has_ended=ends)
+    assert TOKENIZER.decode(sampled + tokens) == "a<|im_end|>" + rest
+    assert rest.startswith("\n<|im_start|>user")
+
+
+def test_a_template_that_leaves_answers_out_is_refused():
+    class Forgetful(ChatTokenizer):
         def apply_chat_template(self, messages, **options):
-            return f"{len(messages)} {super().apply_chat_template(messages, **options)}"
+            kept = [m for m in messages if m["role"] == "user"]
+            return super().apply_chat_template(kept, **options)
 
     with pytest.raises(ValueError, match="no tokens can be put after an answer"):
-        reflection_tokens(Rewriting(), "again?")
+        reflection_tokens(Forgetful(), "again?", ids("5$"))
+    with pytest.raises(ValueError, match="no tokens can be put after an answer"):
+        MultiTurnWorkflow(reward, GenerationHyperparameters(), Forgetful())
+
+
+class LineTokenizer(ChatTokenizer):
+    """A message ends with a line break, which an answer may also have in it."""
+
+    def apply_chat_template(self, messages, *, add_generation_prompt, **options):
+        text = "".join(f"<{m['role']}>{m['content']}\n" for m in messages)
+        return text + "<assistant>" * add_generation_prompt
+
+
+def test_only_an_answer_that_has_ended_has_its_end():
+    """ "5\n" was cut by its length: the line break is a part of it."""
+    engine = ScriptedEngine("5\n", "7$")
+    workflow = MultiTurnWorkflow(
+        reward, GenerationHyperparameters(), LineTokenizer(), reflection="again?"
+    )
+    out = asyncio.run(workflow.arun_episode(engine, {"prompt": "hi", "answer": "7"}))
+    assert out["input_ids"].tolist() == [ids("hi5\n\n<user>again?\n<assistant>7$")]
 
 
 @pytest.mark.parametrize("options", [{"max_turns": 0}, {"turn_discount": 1.5}])

@@ -4,14 +4,18 @@ import asyncio
 import logging
 import os
 import threading
+from pathlib import Path
 
 import pytest
 from reward_functions import behave
 
+from megarl.config.load import load
 from megarl.config.schema import RewardConfig
 from megarl.rollout.rewards import RewardPool
 from megarl.rollout.workflows.reward_fn import RLVRWorkflow, as_reward_fn
+from megarl.rollout_head import RolloutHead
 
+REPOSITORY = Path(__file__).parents[2]
 CALL = ("prompt", "pid", [1], [2])
 
 
@@ -90,3 +94,20 @@ def test_a_late_or_failing_one_is_worth_what_the_config_says(on_failure, worth, 
 
 def test_a_workflow_takes_any_of_them():
     assert callable(RLVRWorkflow(lambda *a, **k: 1.0, None, None).reward_fn)
+
+
+def test_a_run_reports_its_rewards_counts(tmp_path, monkeypatch):
+    """From the config's section to the row of a step."""
+    monkeypatch.chdir(REPOSITORY)
+    config = load(REPOSITORY / "configs" / "quickstart.yaml", ["reward.max_attempts=1"])
+    head = RolloutHead(config, ["http://127.0.0.1:9"], tmp_path)
+    head.engine.initialize()
+    try:
+        wrong_row = head.rewards("1 + 1 =", "= 2", [1], [2], answer="none")
+        assert head.engine.run(wrong_row, timeout_s=120) == 0.0
+        stats = head.export_stats()
+    finally:
+        head.close()
+    assert stats["running"] == 0.0
+    assert stats["reward/calls"] == stats["reward/failed"] == 1.0
+    assert stats["reward/attempts_failed/error"] == 1.0

@@ -6,8 +6,10 @@ import time
 
 import pytest
 
+from megarl.config.schema import RewardConfig
 from megarl.errors import MegarlError
-from megarl.rollout.rewards import RewardPool
+from megarl.rollout.rewards import AsyncReward, RewardPool
+from megarl.rollout.workflows.reward_fn import make_reward
 
 TIMEOUT_S = 1.0
 
@@ -83,7 +85,7 @@ def test_a_crash_is_counted_and_the_process_replaced():
     assert pool.failures == {"crash": 2}
 
 
-@pytest.mark.parametrize("completion", ["raise", "text"])
+@pytest.mark.parametrize("completion", ["raise", "text", "nan"])
 def test_an_error_is_zero_or_a_rejection_by_config(completion):
     async def calls(pool):
         return await score(pool, completion)
@@ -127,3 +129,82 @@ def test_a_closed_pool_starts_no_process():
         return None
 
     run(calls)
+
+
+def test_options_are_keywords_of_each_call_under_the_rows_own():
+    async def calls(pool):
+        return await score(pool, "x"), await score(pool, "x", bonus=1)
+
+    results, pool = run(calls, options={"bonus": 5})
+    assert results == (8.0, 4.0)
+    assert pool.export_stats() == {"reward/calls": 2.0, "reward/failed": 0.0}
+
+
+# ---------------------------------------------------------------- functions that are awaited
+
+
+def awaited(calls, **config):
+    """Results of `calls(reward)` and the reward, which a config has named."""
+    reward = make_reward(RewardConfig(fn="reward_functions:behave_async", **config))
+    assert isinstance(reward, AsyncReward)
+
+    async def main():
+        try:
+            async with asyncio.timeout(120):
+                return await calls(reward)
+        finally:
+            await reward.close()
+
+    return asyncio.run(main()), reward
+
+
+def test_an_async_function_of_a_config_is_awaited_in_the_loop():
+    async def calls(reward):
+        return [await score(reward, text) for text in ("x", "pid", "reject")]
+
+    results, reward = awaited(calls, options={"bonus": 4})
+    assert results == [7.0, os.getpid(), None]
+    assert not reward.failures
+
+
+@pytest.mark.parametrize(
+    ("completion", "reason"),
+    [("sleep", "timeout"), ("raise", "error"), ("text", "error"), ("inf", "error")],
+)
+@pytest.mark.parametrize(("on_failure", "worth"), [("zero", 0.0), ("reject", None)])
+def test_a_late_or_failing_async_function_is_worth_what_the_config_says(
+    completion, reason, on_failure, worth
+):
+    async def calls(reward):
+        return await score(reward, completion)
+
+    result, reward = awaited(calls, timeout_s=0.1, max_attempts=2, on_failure=on_failure)
+    assert result is worth or result == worth
+    assert reward.export_stats() == {
+        "reward/calls": 1.0,
+        "reward/failed": 1.0,
+        f"reward/attempts_failed/{reason}": 2.0,
+    }
+
+
+def test_a_timeout_of_the_functions_own_is_an_error():
+    async def calls(reward):
+        return await score(reward, "own timeout")
+
+    _, reward = awaited(calls, max_attempts=1)
+    assert reward.failures == {"error": 1}
+
+
+def test_so_many_calls_are_awaited_at_one_time_and_waiting_is_not_counted():
+    async def calls(reward):
+        return await asyncio.gather(*(score(reward, "most") for _ in range(8)))
+
+    results, reward = awaited(calls, max_concurrent=2, timeout_s=60.0)
+    assert max(results) == 2.0
+
+    async def late(reward):
+        return await asyncio.gather(*(score(reward, "nap") for _ in range(6)))
+
+    results, reward = awaited(late, max_concurrent=1, timeout_s=2.0)  # 6 * 0.5 s in a row
+    assert results == [3.0] * 6
+    assert not reward.failures

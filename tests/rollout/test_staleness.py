@@ -29,10 +29,10 @@ def test_recovery_counts_consumed_batches_as_accepted():
     assert manager.capacity(5) == 4
 
 
-@settings(max_examples=200)
-@given(data=st.data())
-def test_no_episode_is_older_than_the_bound_when_it_is_trained_on(data):
-    """A trainer and a pool that interleave in any order."""
+@settings(max_examples=400)
+@given(data=st.data(), is_dynamic=st.booleans())
+def test_no_episode_is_older_than_the_bound_when_it_is_trained_on(data, is_dynamic):
+    """A trainer and a pool that interleave in any order; of fixed batches, and of dynamic ones."""
     eta = data.draw(st.integers(0, 3))
     batch = data.draw(st.integers(1, 4))
     manager = StalenessManager(data.draw(st.integers(1, 12)), batch, eta)
@@ -46,9 +46,10 @@ def test_no_episode_is_older_than_the_bound_when_it_is_trained_on(data):
             born = running.pop(data.draw(st.integers(0, len(running) - 1)))
             if choice == "finish":
                 manager.on_accepted(born)
-                finished.append(born)
             else:
-                manager.on_rejected(born)
+                manager.on_rejected(born, is_spent=is_dynamic)
+            if choice == "finish" or is_dynamic:
+                finished.append(born)
         elif choice == "train" and len(finished) >= batch and not manager.overdue(version):
             taken, finished = sorted(finished)[:batch], sorted(finished)[batch:]
             # The weights being trained are `version`; the oldest sample is from `born`.
@@ -72,6 +73,32 @@ def test_a_step_waits_for_the_episode_that_was_overtaken():
     assert manager.overdue(1) == 1  # step 1 must not take the younger one instead
     manager.on_accepted(0)
     assert manager.overdue(1) == 0
+
+
+def test_a_step_waits_for_what_later_steps_have_no_room_for():
+    """Two that step 3 would have to take, with a batch of one: step 2 waits for the first."""
+    manager = StalenessManager(max_concurrent_rollouts=3, consumer_batch_size=1, max_staleness=3)
+    for _ in range(2):
+        manager.on_started(0)
+    manager.on_started(1)
+    manager.on_accepted(1)
+    assert [manager.overdue(version) for version in range(4)] == [0, 0, 1, 2]
+    manager.on_accepted(0)
+    assert [manager.overdue(version) for version in range(4)] == [0, 0, 0, 1]
+
+
+def test_a_rejected_episode_keeps_its_place_in_a_dynamic_batch():
+    manager = StalenessManager(max_concurrent_rollouts=10, consumer_batch_size=4, max_staleness=0)
+    for _ in range(4):
+        manager.on_started(0)
+    manager.on_rejected(0, is_spent=True)
+    assert (manager.capacity(0), manager.capacity(1), manager.spent) == (0, 4, 1)
+    manager.on_freed(1)
+    assert (manager.capacity(0), manager.capacity(1), manager.spent) == (1, 5, 0)
+    manager.on_version_recovered(3, submitted=20, rejected=5, spent=5)
+    manager.on_restored(is_rejected=True)
+    # What runs does not survive a restart; that of this manager was never told to have ended.
+    assert (manager.counts.accepted, manager.spent, manager.capacity(3)) == (7, 6, 4 - 1 - 3)
 
 
 @pytest.mark.parametrize("arguments", [(0, 1, 0), (1, 0, 0), (1, 1, -1)])

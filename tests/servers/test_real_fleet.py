@@ -26,7 +26,7 @@ from megarl.errors import EngineTimeout
 from megarl.rollout.api import ModelRequest, RolloutWorkflow
 from megarl.rollout.backends import make_client
 from megarl.rollout.engine import RemoteInferenceEngine
-from megarl.rollout.fleet import State
+from megarl.rollout.server_state import State
 from megarl.rollout.workflows.rlvr import to_trajectory
 
 TOLERANCE = 1e-4  # 50 times what is seen; a wrong weight or a stale cache is off by 0.1 and more

@@ -86,12 +86,18 @@ def test_an_answer_that_was_aborted_before_its_first_token():
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"token_ids": [5, 6]}, "2 tokens came with 3 logprobs and 3 versions"),
+        ({"token_ids": [5, 6]}, "are not those of 2 tokens"),
         ({"weight_versions": None}, "3 logprobs and 0 versions"),
-        ({"weight_versions": [{"version": "1", "start": 1, "end": 4}]}, "leave out or repeat"),
+        (
+            {"weight_versions": [{"version": "1", "start": 1, "end": 4}]},
+            "are not those of 3 tokens",
+        ),
         ({"weight_versions": [{"version": "x", "start": 0, "end": 3}]}, "invalid literal"),
         ({"logprobs": None}, "0 logprobs"),
-        ({"logprobs": {"content": [{"logprob": -9999.0}] * 3}}, "token 0 of 3 has logprob -9999.0"),
+        (
+            {"logprobs": {"content": [{"logprob": -9999.0}] * 3}},
+            r"token 0 of 3 has logprob -9999.0",
+        ),
         ({"finish_reason": "error"}, "'error' is none of"),
     ],
 )

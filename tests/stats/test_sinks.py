@@ -1,6 +1,7 @@
 """metrics.jsonl, TensorBoard, offline W&B, the console, and the last line of a run."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -8,8 +9,10 @@ import yaml
 from megarl.config.load import load
 from megarl.config.run import WandbConfig
 from megarl.errors import ConfigError
-from megarl.rollout_head import Evaluation
+from megarl.stats import trace
 from megarl.stats.console import ConsoleReporter
+from megarl.stats.eval_file import read_evaluation
+from megarl.stats.evaluation import Evaluation, PromptScores
 from megarl.stats.report import RunReporter
 from megarl.stats.sinks import MetricsLogger, check_wandb
 
@@ -99,11 +102,14 @@ def test_a_log_gets_plain_lines(capsys):
     console = ConsoleReporter(10, is_tty=False)
     console.start()
     console.step(ROW)
-    console.eval({"step": 7, "eval/reward": 0.5, "eval/num_episodes": 4, "eval/response_tokens": 9})
+    plain = {"step": 7, "eval/reward": 0.5, "eval/num_episodes": 4, "eval/response_tokens": 9}
+    console.eval(plain)
+    console.eval(plain | {"eval/failed": 2, "eval/pass@1": 0.4, "eval/pass@2": 0.6})
     console.close()
-    first, second = capsys.readouterr().out.splitlines()
+    first, second, third = capsys.readouterr().out.splitlines()
     assert first == "step 7/10  reward 0.500  loss -0.2500  grad_norm 1.000  s 2.0"
     assert second == "eval after step 7: reward 0.500 over 4 episodes, 9.0 tokens a response"
+    assert third == f"{second}, pass@2 0.600, 2 samples without a score count as reward 0"
 
 
 def test_a_terminal_gets_a_table(capsys, monkeypatch):
@@ -136,33 +142,60 @@ def config(tmp_path):
     return load(path)
 
 
+def held_out(*rewards, tokens):
+    prompts = [PromptScores(i, [r], [tokens], [False]) for i, r in enumerate(rewards)]
+    return Evaluation(prompts, 1, 1.0)
+
+
 def test_the_last_line_says_what_was_learned(config, tmp_path, capsys):
     with RunReporter(config, tmp_path, enabled=True) as report:
         report.start(1)
-        report.evaluation(0, Evaluation(0.25, 5.0, 8))
+        report.evaluation(0, held_out(1.0, 0.0, 0.0, 0.0, tokens=5))
         report.step(1, {"reward": 0.3}, {"accepted": 8.0})
-        report.evaluation(1, Evaluation(0.75, 9.0, 8))
+        report.evaluation(1, held_out(1.0, 1.0, 1.0, 0.0, tokens=9))
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("eval reward 0.25 -> 0.75 in 1 steps (")
-    assert rows_of(tmp_path) == [
-        {
-            "step": 0,
-            "version": 0,
-            "eval/reward": 0.25,
-            "eval/response_tokens": 5.0,
-            "eval/num_episodes": 8,
-            "eval-rollout/reward": 0.25,
-        },
-        {"step": 1, "version": 1, "reward": 0.3, "rollout/accepted": 8.0},
-        {
-            "step": 1,
-            "version": 1,
-            "eval/reward": 0.75,
-            "eval/response_tokens": 9.0,
-            "eval/num_episodes": 8,
-            "eval-rollout/reward": 0.75,
-        },
-    ]
+    before, step, after = rows_of(tmp_path)
+    assert step == {"step": 1, "version": 1, "reward": 0.3, "rollout/accepted": 8.0}
+    for row, number, reward, tokens in ((before, 0, 0.25, 5.0), (after, 1, 0.75, 9.0)):
+        low, high = row.pop("eval/pass@1_low"), row.pop("eval/pass@1_high")
+        assert 0 < low < reward < high < 1
+        assert row == {
+            "step": number,
+            "version": number,
+            "eval/reward": reward,
+            "eval/reward_se": 0.25,
+            "eval/response_tokens": tokens,
+            "eval/no_eos_ratio": 0.0,
+            "eval/num_prompts": 4,
+            "eval/num_episodes": 4,
+            "eval/failed": 0,
+            "eval-rollout/reward": reward,
+            "eval/pass@1": reward,
+        }
+
+
+def test_each_evaluation_of_held_out_rows_is_a_file_that_can_be_compared(config, tmp_path):
+    config = replace(config, valid_dataset=config.train_dataset)
+    with RunReporter(config, tmp_path, enabled=True) as report:
+        report.start(1)
+        report.evaluation(0, held_out(1.0, 0.0, tokens=5))
+    path = tmp_path / "eval" / "version_0.json"
+    assert read_evaluation(path, config.valid_dataset) == held_out(1.0, 0.0, tokens=5)
+
+
+def test_a_run_is_on_the_time_line_if_the_config_asks(config, tmp_path):
+    for asked, name in ((False, "without"), (True, "with")):
+        stats_logger = replace(config.stats_logger, trace=asked)
+        run_dir = tmp_path / name
+        with RunReporter(replace(config, stats_logger=stats_logger), run_dir, enabled=True) as run:
+            run.start(2, after=0)
+            run.step(1, {"reward": 0.3}, {})
+            run.evaluation(1, held_out(1.0, 0.0, tokens=5))
+        assert not trace.is_on()
+    assert not (tmp_path / "without" / "trace.json").exists()
+    events = json.loads((tmp_path / "with" / "trace.json").read_text() + "{}]")[:-1]
+    assert [e["name"] for e in events if e["ph"] != "M"] == ["start", "step 1", "evaluation"]
 
 
 def test_other_ranks_are_silent(config, tmp_path, capsys):

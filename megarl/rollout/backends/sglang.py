@@ -61,7 +61,7 @@ class SGLangClient(ServerClient):
         answer = await self._request(
             "POST", GENERATE_PATH, payload, timeout_s=self.request_timeout_s, keep_alive=True
         )
-        return parse_generate(answer)
+        return self._read(parse_generate, answer)
 
     async def _pause(self, mode: PauseMode, timeout_s: float) -> None:
         await self._post("/pause_generation", {"mode": _PAUSE_MODES[mode]}, timeout_s)
@@ -261,7 +261,7 @@ def parse_generate(answer: Any) -> GenerateChunk:
         meta = answer["meta_info"]
         # A request that was ended before its first token has neither of these.
         scored = meta.get("output_token_logprobs") or []
-        versions = token_versions(meta.get("weight_versions") or [])
+        versions = token_versions(meta.get("weight_versions") or [], len(tokens))
         finish = meta["finish_reason"]
         if finish["type"] == "abort" and (status := finish.get("status_code")) is not None:
             raise EngineError(f"status {status}: {finish.get('message')}")

@@ -55,7 +55,7 @@ class VLLMClient(ServerClient):
         payload = generate_payload(request, gconfig, remaining)
         while self._names_versions:
             try:
-                return parse_generate(await self._ask(GENERATE_PATH, payload))
+                return self._read(parse_generate, await self._ask(GENERATE_PATH, payload))
             except Refused as error:
                 if error.status not in _NO_SUCH_ROUTE:
                     raise
@@ -72,7 +72,7 @@ class VLLMClient(ServerClient):
             answer = await self._ask(COMPLETIONS_PATH, payload)
             is_in_first_pause = num_pauses + 1 == self.num_pauses and not self._resumed.is_set()
             if num_pauses == self.num_pauses or is_in_first_pause:
-                return parse_completions(answer, version)
+                return self._read(parse_completions, answer, version)
 
     async def _ask(self, path: str, payload: dict[str, Any]) -> Any:
         return await self._request(
@@ -289,7 +289,7 @@ def parse_generate(answer: Any) -> GenerateChunk:
         tokens = choice["token_ids"] or []
         content = (choice["logprobs"] or {}).get("content") or []
         logprobs = [entry["logprob"] for entry in content]
-        versions = token_versions(choice["weight_versions"] or [])
+        versions = token_versions(choice["weight_versions"] or [], len(tokens))
         stop_reason = choice["finish_reason"]
         return checked_chunk(tokens, logprobs, versions, stop_reason)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:

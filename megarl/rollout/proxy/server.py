@@ -233,6 +233,8 @@ class AgentProxy:
             raise ProxyError(
                 408, f"the body did not come within {self.limits.client_timeout_s} s"
             ) from None
+        except web.RequestPayloadError:  # a Content-Encoding that it does not have
+            raise ProxyError(400, "body: its encoding is not what its headers say") from None
         if not raw and is_optional:
             return Fields({})
         try:
@@ -305,9 +307,12 @@ class AgentProxy:
             return await handler(request)
         except Exception as raised:  # noqa: BLE001 - the door of the server: each has an answer
             error = _as_proxy_error(raised)
-        if request.path.endswith("/messages"):
-            return web.json_response(error.for_anthropic(), status=error.status)
-        return web.json_response(error.for_openai(), status=error.status)
+        is_anthropics = request.path.endswith("/messages")
+        written = error.for_anthropic() if is_anthropics else error.for_openai()
+        response = web.json_response(written, status=error.status)
+        if request.content.exception() is not None:  # aiohttp will close it, and should say so
+            response.force_close()
+        return response
 
 
 def _as_proxy_error(raised: Exception) -> ProxyError:

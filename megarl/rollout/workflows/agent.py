@@ -11,6 +11,8 @@ import asyncio
 import importlib
 import importlib.util
 import inspect
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 from megarl.config.schema import GenerationHyperparameters
@@ -45,16 +47,18 @@ class AgentWorkflow(RolloutWorkflow):
     Args:
       agent: an object, a class, or the class's `package.module:Class`, with
         `async def run(self, data, **kw)`. It gets `base_url`, `api_key`, and `http_client`
-        (httpx.AsyncClient for this run alone) if it names it or takes any keyword. One object
-        runs all episodes.
+        (an AsyncClient of httpx2, or of httpx where that is not installed, for this run alone)
+        if it names it or takes any keyword. A client of OpenAI's or Anthropic's that is made
+        without it takes 50 ms of the loop. One object runs all episodes.
       agent_options: arguments of the class.
       timeout_s: of one run.
       export_style, turn_discount: see proxy.export.
-      limits: of the proxy.
+      limits: of the proxy, or its fields.
 
     Raises:
-      ValueError: the agent has no `async def run`, options were given for an object, timeout_s
-        is not above 0, the tokenizer has no chat template, or what `export` refuses.
+      ValueError: the agent has no `async def run`, options were given for an object or are not
+        those of the class, timeout_s is not above 0, the tokenizer has no chat template, or what
+        `export` refuses.
     """
 
     def __init__(
@@ -63,12 +67,12 @@ class AgentWorkflow(RolloutWorkflow):
         gconfig: GenerationHyperparameters,
         tokenizer: Any,
         *,
-        agent_options: dict[str, Any] | None = None,
+        agent_options: Mapping[str, Any] | None = None,
         timeout_s: float = 3600.0,
         export_style: ExportStyle = "turns",
         turn_discount: float = 1.0,
         enable_thinking: bool = False,
-        limits: Limits | None = None,
+        limits: Limits | Mapping[str, Any] | None = None,
     ) -> None:
         if not timeout_s > 0:
             raise ValueError(f"timeout_s must be above 0, got {timeout_s}")
@@ -80,9 +84,16 @@ class AgentWorkflow(RolloutWorkflow):
         self.agent = _load(agent, agent_options or {})
         self._takes_http_client = _takes_http_client(self.agent.run)
         ChatTemplate(tokenizer)
+        for name in ("httpx2", "httpx"):
+            # A line for each request at INFO, which is the level of a run's terminal.
+            if (requests := logging.getLogger(name)).level == logging.NOTSET:
+                requests.setLevel(logging.WARNING)
         self.gconfig, self.tokenizer, self.timeout_s = gconfig, tokenizer, timeout_s
         self.export_style, self.turn_discount = export_style, turn_discount
-        self.enable_thinking, self.limits = enable_thinking, limits
+        self.enable_thinking = enable_thinking
+        self.limits: Limits | None = (
+            _make(Limits, limits, "limits") if isinstance(limits, Mapping) else limits
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def arun_episode(self, engine: GenerationEngine, data: Row) -> Trajectory | None:
@@ -126,9 +137,9 @@ class AgentWorkflow(RolloutWorkflow):
             async with asyncio.timeout(self.timeout_s) as limit:
                 if not self._takes_http_client:
                     return await self.agent.run(data, **access)
-                # The clients' packages bring it. Its TLS is not needed here, and slow to set up.
-                httpx = importlib.import_module("httpx")
-                async with httpx.AsyncClient(verify=False, timeout=self.timeout_s) as client:
+                # Its TLS is not needed here, and slow to set up.
+                http = importlib.import_module(_http_package() or "httpx2")
+                async with http.AsyncClient(verify=False, timeout=self.timeout_s) as client:
                     return await self.agent.run(data, http_client=client, **access)
         except TimeoutError as error:
             if not limit.expired():
@@ -165,13 +176,13 @@ async def _close_with_loop(proxy: AgentProxy) -> None:
         await proxy.close()
 
 
-def _load(agent: Any, options: dict[str, Any]) -> Any:
+def _load(agent: Any, options: Mapping[str, Any]) -> Any:
     target = agent
     if isinstance(agent, str):
         module, _, name = agent.partition(":")
         agent = getattr(importlib.import_module(module), name)
     if isinstance(agent, type):
-        agent = agent(**options)
+        agent = _make(agent, options, "agent_options")
     elif options:
         raise ValueError("agent_options are for a class, not for an object")
     if not inspect.iscoroutinefunction(getattr(agent, "run", None)):
@@ -179,8 +190,21 @@ def _load(agent: Any, options: dict[str, Any]) -> Any:
     return agent
 
 
+def _make(made: type, options: Mapping[str, Any], name: str) -> Any:
+    try:
+        inspect.signature(made).bind(**options)
+    except TypeError as error:
+        raise ValueError(f"{name}: {made.__qualname__}: {error}") from error
+    return made(**options)
+
+
 def _takes_http_client(run: Any) -> bool:
     parameters = inspect.signature(run).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    is_there = importlib.util.find_spec("httpx") is not None
-    return "http_client" in parameters or (takes_any and is_there)
+    return "http_client" in parameters or (takes_any and _http_package() is not None)
+
+
+def _http_package() -> str | None:
+    """What the clients' packages bring: openai 3 and anthropic 2.11 take clients of httpx2, and
+    anthropic refuses those of httpx, which was what earlier ones took."""
+    return next((p for p in ("httpx2", "httpx") if importlib.util.find_spec(p)), None)

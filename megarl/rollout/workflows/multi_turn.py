@@ -3,17 +3,16 @@
     prompt  answer 1 [eos]  reflection  answer 2 [eos]  reflection  answer 3
     given   sampled         given       sampled         given       sampled
 
-Token ids go into the next turn as they were sampled. What has been decoded and encoded again
-need not be the same tokens, and their logprobs would then belong to nothing.
+Token ids go into the next turn as they were sampled; a reflection is tokenised once.
 """
 
 from typing import Any
 
-import torch
-from jinja2 import TemplateError
-
 from megarl.config.schema import GenerationHyperparameters
 from megarl.rollout.api import GenerationEngine, ModelRequest, ModelResponse, Row
+from megarl.rollout.proxy.messages import Message, Setting
+from megarl.rollout.proxy.template import ChatTemplate
+from megarl.rollout.workflows.conversation import Conversation
 from megarl.rollout.workflows.reward_fn import AnyRewardFn, RLVRWorkflow
 from megarl.trajectory import Trajectory
 
@@ -21,43 +20,41 @@ REFLECTION = (
     "\nYour answer is either wrong or not parsable to the reward function. "
     "Please try to answer it again."
 )
-_ANSWER = {"role": "assistant", "content": "some random message."}
-_QUESTION = {"role": "user", "content": "some random question."}
 
 
-def reflection_tokens(tokenizer: Any, text: str, *, enable_thinking: bool = False) -> list[int]:
-    """What stands between the end token of an answer and the next answer, tokenised once.
+def reflection_tokens(
+    tokenizer: Any,
+    text: str,
+    sampled: list[int],
+    *,
+    has_ended: bool = True,
+    enable_thinking: bool = False,
+) -> list[int]:
+    """What stands between an answer, whose tokens are `sampled`, and the next one.
 
-    The difference of two chats: one that ends with an answer, and the same one asked on. A
-    tokenizer without a chat template encodes `text` as it stands.
+    All that the chat template writes there, from the end of the answer's text on: its end
+    token, unless that was sampled, and what follows it (Qwen's has a line break). Without a
+    template it is the tokenizer's end token, unless sampled, and `text` as it stands.
+
+    Args:
+      has_ended: the answer stopped by itself.
 
     Raises:
-      ValueError: the template writes an answer otherwise when a question follows it, so that
-        there is no such difference.
+      ValueError: the template does not write an answer's text when a question follows it.
     """
     if not getattr(tokenizer, "chat_template", None):
-        return list(tokenizer.encode(text, add_special_tokens=False))
-
-    def encoded(messages: list[dict[str, str]], asks: bool) -> list[int]:
-        written = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=asks, enable_thinking=enable_thinking
+        eos = tokenizer.eos_token_id
+        end = [] if eos is None or sampled[-1:] == [eos] else [eos]
+        return end + list(tokenizer.encode(text, add_special_tokens=False))
+    chat = [Message("user", "question"), Message("assistant", "answer"), Message("user", text)]
+    setting = Setting(enable_thinking=enable_thinking)
+    tokens = ChatTemplate(tokenizer).after_answer(setting, chat, 1, sampled, has_ended=has_ended)
+    if tokens is None:
+        raise ValueError(
+            "the chat template does not write an answer when a question follows it: no tokens "
+            "can be put after an answer"
         )
-        return list(tokenizer.encode(written, add_special_tokens=False))
-
-    # Qwen 3 writes an answer to a question with its thoughts if it is the last message, and
-    # without them if it is not; others refuse a chat that begins with an answer.
-    for chat in ([_ANSWER], [_QUESTION, _ANSWER]):
-        try:
-            before = encoded(chat, False)
-            after = encoded([*chat, {"role": "user", "content": text}], True)
-        except TemplateError:
-            continue
-        if after[: len(before)] == before:
-            return after[len(before) :]
-    raise ValueError(
-        "the chat template writes an answer otherwise when a question follows it: no tokens can "
-        "be put after an answer"
-    )
+    return tokens
 
 
 class MultiTurnWorkflow(RLVRWorkflow):
@@ -76,7 +73,7 @@ class MultiTurnWorkflow(RLVRWorkflow):
       options: those of RLVRWorkflow.
 
     Raises:
-      ValueError: max_turns < 1, or turn_discount outside of [0, 1].
+      ValueError: max_turns < 1, turn_discount outside of [0, 1], or see reflection_tokens.
     """
 
     def __init__(
@@ -95,18 +92,18 @@ class MultiTurnWorkflow(RLVRWorkflow):
             )
         super().__init__(reward_fn, gconfig, tokenizer, **options)
         self.max_turns, self.turn_discount = max_turns, turn_discount
-        self.reflection = reflection_tokens(
-            tokenizer, reflection, enable_thinking=self.enable_thinking
-        )
+        self.reflection = reflection
+        self._reflection_after(ModelResponse())  # a template that cannot is found now
 
     async def _sample(
         self, engine: GenerationEngine, rid: str, index: int, input_ids: list[int], data: Row
     ) -> Trajectory | None:
         """One conversation as a trajectory [1, S]; None if it was rejected."""
-        conversation, reward, discount = _Conversation(input_ids), 0.0, 1.0
+        conversation, reward, discount = Conversation(input_ids), 0.0, 1.0
+        response = ModelResponse()
         for turn in range(self.max_turns):
             if turn:
-                question = self._after_a_wrong_answer(conversation.tokens)
+                question = self._reflection_after(response)
                 if len(conversation.tokens) + len(question) >= self.gconfig.max_tokens:
                     break
                 conversation.give(question)
@@ -129,61 +126,11 @@ class MultiTurnWorkflow(RLVRWorkflow):
                 break
         return conversation.as_trajectory(reward * discount)
 
-    def _after_a_wrong_answer(self, tokens: list[int]) -> list[int]:
-        eos = self.tokenizer.eos_token_id
-        end = [] if eos is None or tokens[-1] == eos else [eos]
-        return end + self.reflection
-
-    async def _score(self, given: list[int], response: ModelResponse, data: Row) -> float | None:
-        skip = self.gconfig.skip_special_tokens
-        row = {key: value for key, value in data.items() if key not in ("prompt", "messages")}
-        return await self.reward_fn(
-            self.tokenizer.decode(given),
-            self.tokenizer.decode(response.output_tokens, skip_special_tokens=skip),
-            given,
-            response.output_tokens,
-            **row,
+    def _reflection_after(self, answer: ModelResponse) -> list[int]:
+        return reflection_tokens(
+            self.tokenizer,
+            self.reflection,
+            answer.output_tokens,
+            has_ended=answer.stop_reason != "length",
+            enable_thinking=self.enable_thinking,
         )
-
-
-class _Conversation:
-    """Columns of one row, as they grow."""
-
-    def __init__(self, prompt_ids: list[int]) -> None:
-        self.tokens: list[int] = []
-        self._loss_mask: list[int] = []
-        self._logprobs: list[float] = []
-        self._versions: list[int] = []
-        self._stop_reason = ""
-        self.give(prompt_ids)
-
-    def give(self, tokens: list[int]) -> None:
-        """Tokens that no weights of ours sampled."""
-        self._append(tokens, 0, [0.0] * len(tokens), [-1] * len(tokens))
-
-    def take(self, response: ModelResponse) -> None:
-        count = response.output_len
-        logprobs, versions = response.output_logprobs, response.output_versions
-        assert len(logprobs) == len(versions) == count, "a logprob and a version for each token"
-        self._append(response.output_tokens, 1, logprobs, versions)
-        self._stop_reason = response.stop_reason
-
-    def _append(
-        self, tokens: list[int], sampled: int, logprobs: list[float], versions: list[int]
-    ) -> None:
-        self.tokens += tokens
-        self._loss_mask += [sampled] * len(tokens)
-        self._logprobs += logprobs
-        self._versions += versions
-
-    def as_trajectory(self, reward: float) -> Trajectory:
-        """[1, S] columns; `no_eos` is the last answer's."""
-        return {
-            "input_ids": torch.tensor([self.tokens], dtype=torch.int32),
-            "attention_mask": torch.ones(1, len(self.tokens), dtype=torch.bool),
-            "loss_mask": torch.tensor([self._loss_mask], dtype=torch.int32),
-            "logprobs": torch.tensor([self._logprobs], dtype=torch.float32),
-            "versions": torch.tensor([self._versions], dtype=torch.int32),
-            "rewards": torch.tensor([float(reward)]),
-            "no_eos": torch.tensor([self._stop_reason == "length"]),
-        }

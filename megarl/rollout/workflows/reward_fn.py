@@ -2,7 +2,8 @@
 
 A script names its reward by the function itself. A function that another process can import
 is called in a RewardPool, whose processes can be killed; one that it cannot (of the script,
-a closure, a method) is called in a thread, which can only be left behind.
+a closure, a method) is called in a thread, which can only be left behind. What is `async` is
+awaited. A config names its reward by an import string, or the URL of a reward model.
 """
 
 import asyncio
@@ -12,32 +13,66 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from megarl.config.schema import GenerationHyperparameters, RewardConfig
-from megarl.rollout.rewards import RewardPool
+from megarl.rollout.reward_model import RewardModel
+from megarl.rollout.reward_worker import load_function
+from megarl.rollout.rewards import AsyncReward, Reward, RewardPool
 from megarl.rollout.workflows.rlvr import RewardFn
 from megarl.rollout.workflows.rlvr import RLVRWorkflow as _RLVRWorkflow
 
 logger = logging.getLogger(__name__)
 
-AnyRewardFn = RewardFn | Callable[..., float] | str
-"""A RewardFn, a plain function of the same arguments, or `package.module:function`."""
+AnyRewardFn = RewardFn | Callable[..., float] | str | RewardConfig
+"""A RewardFn, a plain function of the same arguments, `package.module:function`, or what the
+`reward` section of a config names."""
+
+
+def make_reward(config: RewardConfig) -> Reward:
+    """The reward that a config names; its module is imported. For one event loop.
+
+    Raises:
+      ConfigError: see RewardModel.
+    """
+    if config.url is not None:
+        return RewardModel(config)
+    if _is_async(function := load_function(config.fn)):
+        return AsyncReward(
+            function,
+            timeout_s=config.timeout_s,
+            max_attempts=config.max_attempts,
+            max_concurrent=config.max_concurrent or os.cpu_count() or 1,
+            on_failure=config.on_failure,
+            options=config.options,
+        )
+    return RewardPool(
+        config.fn,
+        timeout_s=config.timeout_s,
+        max_attempts=config.max_attempts,
+        num_workers=config.num_workers,
+        on_failure=config.on_failure,
+        options=config.options,
+    )
 
 
 def as_reward_fn(function: AnyRewardFn, limits: RewardConfig | None = None) -> RewardFn:
     """`function` as something to await.
 
     Args:
-      limits: time, attempts and processes; None is the defaults. `fn` is not read.
+      limits: time, attempts, processes and options; `fn` and `url` are not read. None is the
+        defaults. Not for what is awaited already, nor for a RewardConfig.
     """
+    if isinstance(function, RewardConfig):
+        return _RewardOfTheLoop(function)
     if not isinstance(function, str) and _is_async(function):
         return cast(RewardFn, function)
     limits = limits or RewardConfig()
     target = function if isinstance(function, str) else _import_string(function)
     if target is not None:
-        return _PoolOfTheLoop(target, limits)
+        return _RewardOfTheLoop(replace(limits, fn=target))
     return _in_thread(cast(Callable[..., float], function), limits)
 
 
@@ -58,11 +93,12 @@ def _import_string(function: Any) -> str | None:
     return f"{module}:{name}" if found is function else None
 
 
-class _PoolOfTheLoop:
-    """A RewardPool that ends with the loop it is used in, and begins anew in another one."""
+class _RewardOfTheLoop:
+    """A reward that ends with the loop it is used in, and begins anew in another one."""
 
-    def __init__(self, target: str, limits: RewardConfig) -> None:
-        self._target, self._limits = target, limits
+    def __init__(self, config: RewardConfig) -> None:
+        self._config = config
+        self.takes_messages = config.url is not None  # see Reward
         self._loop: asyncio.AbstractEventLoop | None = None
         # Its processes find what this one finds beside its script.
         folder = str(Path(sys.argv[0]).resolve().parent)
@@ -74,23 +110,17 @@ class _PoolOfTheLoop:
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop = loop
-            self._pool = RewardPool(
-                self._target,
-                timeout_s=self._limits.timeout_s,
-                max_attempts=self._limits.max_attempts,
-                num_workers=self._limits.num_workers,
-                on_failure=self._limits.on_failure,
-            )
-            self._end = asyncio.create_task(self._close_at_the_end(self._pool), name="rewards")
-        return await self._pool(*args, **row)
+            self._reward = make_reward(self._config)
+            self._end = asyncio.create_task(self._close_at_the_end(self._reward), name="rewards")
+        return await self._reward(*args, **row)
 
     @staticmethod
-    async def _close_at_the_end(pool: RewardPool) -> None:
+    async def _close_at_the_end(reward: Reward) -> None:
         """A loop that ends cancels its tasks and waits for them."""
         try:
             await asyncio.Event().wait()
         finally:
-            await pool.close()
+            await reward.close()
 
 
 def _in_thread(function: Callable[..., float], limits: RewardConfig) -> RewardFn:
@@ -102,7 +132,8 @@ def _in_thread(function: Callable[..., float], limits: RewardConfig) -> RewardFn
         nonlocal is_warned
         try:
             async with asyncio.timeout(limits.timeout_s):
-                return float(await asyncio.to_thread(function, *args, **row))
+                given = {**limits.options, **row}
+                return float(await asyncio.to_thread(function, *args, **given))
         except Exception as error:  # noqa: BLE001 - the user's code: it is worth `failed`
             if not is_warned:
                 logger.warning("reward %r failed (later ones are not told): %r", function, error)

@@ -5,10 +5,9 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import torch
-
 from megarl.config.schema import GenerationHyperparameters
 from megarl.rollout.api import GenerationEngine, ModelRequest, ModelResponse, RolloutWorkflow, Row
+from megarl.rollout.workflows.conversation import Conversation
 from megarl.trajectory import Trajectory, concat_padded
 
 RewardFn = Callable[..., Awaitable[float | None]]
@@ -35,7 +34,7 @@ class RLVRWorkflow(RolloutWorkflow):
     """Samples `gconfig.n_samples` responses to a prompt and scores each.
 
     Args:
-      reward_fn: see RewardFn; a RewardPool is one.
+      reward_fn: see RewardFn; each of megarl.rollout.rewards is one.
     """
 
     def __init__(
@@ -75,15 +74,24 @@ class RLVRWorkflow(RolloutWorkflow):
         response = await engine.agenerate(
             ModelRequest(rid=rid, input_ids=input_ids, gconfig=gconfig, tokenizer=self.tokenizer)
         )
-        skip = self.gconfig.skip_special_tokens
-        reward = await self.reward_fn(
-            self.tokenizer.decode(input_ids),
-            self.tokenizer.decode(response.output_tokens, skip_special_tokens=skip),
-            input_ids,
-            response.output_tokens,
-            **{key: value for key, value in data.items() if key not in ("prompt", "messages")},
-        )
+        reward = await self._score(input_ids, response, data)
         return None if reward is None else to_trajectory(response, reward)
+
+    async def _score(self, given: list[int], response: ModelResponse, data: Row) -> float | None:
+        """The reward of an answer to the tokens `given`."""
+        row = {key: value for key, value in data.items() if key not in ("prompt", "messages")}
+        if getattr(self.reward_fn, "takes_messages", False):
+            prompt = self.data_extract_prompt_fn(data)
+            is_text = isinstance(prompt, str)
+            row["messages"] = [{"role": "user", "content": prompt}] if is_text else prompt
+        skip = self.gconfig.skip_special_tokens
+        return await self.reward_fn(
+            self.tokenizer.decode(given),
+            self.tokenizer.decode(response.output_tokens, skip_special_tokens=skip),
+            given,
+            response.output_tokens,
+            **row,
+        )
 
     def _seed(self, data: Row) -> int:
         """Distinct for each row, the same in each run."""
@@ -94,15 +102,6 @@ class RLVRWorkflow(RolloutWorkflow):
 
 def to_trajectory(response: ModelResponse, reward: float) -> Trajectory:
     """A response as a trajectory of one row."""
-    given, made = response.input_len, response.output_len
-    return {
-        "input_ids": torch.tensor(
-            [response.input_tokens + response.output_tokens], dtype=torch.int32
-        ),
-        "attention_mask": torch.ones(1, given + made, dtype=torch.bool),
-        "loss_mask": torch.tensor([[0] * given + [1] * made], dtype=torch.int32),
-        "logprobs": torch.tensor([[0.0] * given + response.output_logprobs]),
-        "versions": torch.tensor([[-1] * given + response.output_versions], dtype=torch.int32),
-        "rewards": torch.tensor([float(reward)]),
-        "no_eos": torch.tensor([response.stop_reason == "length"]),
-    }
+    conversation = Conversation(response.input_tokens)
+    conversation.take(response)
+    return conversation.as_trajectory(reward)
