@@ -2,8 +2,8 @@
 
     python benchmarks/kills.py --json benchmarks/results/kills_cpu.json
 
-The quickstart with two servers; in the second run, every so many seconds a server that answers is
-taken at random and all its processes are killed with signal 9. Each run ends with the same
+The quickstart with two servers; in the second run, every so many seconds one of those that are up
+is taken at random and all its processes are killed with signal 9. Each run ends with the same
 held-out evaluation, and fails if it does not end well. The difference of the rewards is reported
 with its standard error.
 """
@@ -82,9 +82,9 @@ def run(folder: Path, options: list[str], kill_every_s: float | None, seed: int)
                     raise CheckFailed(f"not done after {_RUN_TIMEOUT_S:.0f} s; see {log}")
                 if kill_every_s is not None and next_s == math.inf and list(metrics(folder)):
                     next_s = now  # from its first row on
-                if now >= next_s and kill_one(process.pid, dice):
-                    kills.append(now)
-                    next_s = now + kill_every_s if kill_every_s is not None else math.inf
+                if now >= next_s:
+                    kills += [now] if kill_one(process.pid, dice) else []
+                    next_s += kill_every_s or math.inf
                 time.sleep(_POLL_S)
         finally:
             if process.poll() is None:

@@ -44,9 +44,11 @@ def make_reflection_tokens(tokenizer):
         return tokenizer.encode("= ", add_special_tokens=False)
     messages = [{"role": "assistant", "content": "some random message."}]
     s1 = tokenizer.apply_chat_template(messages, tokenize=False)
+    # An answer ends with its end token: what a template writes behind it was not sampled.
+    end = s1.rindex(tokenizer.eos_token) + len(tokenizer.eos_token)
     messages += [{"role": "user", "content": REFLECTION}]
     s2 = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return tokenizer.encode(s2[len(s1) :], add_special_tokens=False)
+    return tokenizer.encode(s2[end:], add_special_tokens=False)
 
 
 def make_input_ids(tokenizer, data):

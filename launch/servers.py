@@ -1,9 +1,10 @@
 """The servers of a run: watched, and started again when one dies. Imports no torch.
 
 A server that ends before it was ever up is a mistake of the run, and ends it. One that was up is
-started again with the same command, later each time, so often as the config says; the trainer
-gives it weights when it is back. Who asks it for tokens and gets none can have it started again,
-too: a file in `requests` whose name is its port, see megarl/rollout/restarts.py.
+started again with the same command, so often as the config says, and later each time that it did
+not come up; the trainer gives it weights when it is back. Who asks it for tokens and gets none can
+have it started again, too: a file in `requests` whose name is its port, see
+megarl/rollout/restarts.py.
 """
 
 import socket
@@ -25,8 +26,11 @@ class _Slot:
 
     def __init__(self, process: Process, restarts: int) -> None:
         self.process, self.restarts_left = process, restarts
-        self.num_restarts = 0
+        self.num_failed_starts = 0
+        """In a row: it ended before it was up."""
         self.was_up = False
+        self.is_up = False
+        """The process that has the place now was."""
         self.start_at_s: float | None = None
         """When it is to be started again; None while it runs."""
         self.is_given_up = False
@@ -64,7 +68,9 @@ class Servers:
         if now >= self._next_probe_s:
             self._next_probe_s = now + _PROBE_S
             for slot in self._slots:
-                slot.was_up = slot.was_up or (slot.start_at_s is None and _listens(slot.process))
+                if not slot.is_up and slot.start_at_s is None and _listens(slot.process):
+                    slot.is_up = slot.was_up = True
+                    slot.num_failed_starts = 0
             self._take_requests()
         for slot in self._slots:
             if slot.is_given_up:
@@ -86,7 +92,9 @@ class Servers:
 
     def _plan_restart(self, slot: _Slot, code: int) -> None:
         if slot.restarts_left:
-            delay_s = min(_LONGEST_DELAY_S, 2.0**slot.num_restarts)
+            delay_s = min(_LONGEST_DELAY_S, 2.0**slot.num_failed_starts)
+            slot.num_failed_starts += not slot.is_up
+            slot.is_up = False
             slot.start_at_s = time.monotonic() + delay_s
             what = f"; it is started again in {delay_s:g} s"
         else:
@@ -99,16 +107,18 @@ class Servers:
         slot.process = slot.process.again()
         slot.process.start()
         slot.start_at_s = None
-        slot.num_restarts += 1
         slot.restarts_left -= 1
 
     def _take_requests(self) -> None:
-        """End the servers that are asked for; their end is then found like any other."""
+        """End the servers that are asked for; their end is then found like any other.
+
+        One that is not up yet took the place of the one that was meant.
+        """
         if self._requests is None:
             return
         for path in self._requests.iterdir():
             path.unlink()
-            sick = [s.process for s in self._slots if str(s.process.port) == path.name]
+            sick = [s.process for s in self._slots if s.is_up and str(s.process.port) == path.name]
             stop_all([p for p in sick if p.started and p.poll() is None], _SICK_GRACE_S)
 
 

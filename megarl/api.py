@@ -34,13 +34,16 @@ from megarl.rollout.engine import RemoteInferenceEngine
 from megarl.rollout.executor import WorkflowExecutor
 from megarl.rollout.remote import RemoteVLLMEngine
 from megarl.rollout.staleness import StalenessManager
+from megarl.rollout.workflows.agent import AgentWorkflow
 from megarl.rollout.workflows.multi_turn import MultiTurnWorkflow
 from megarl.rollout.workflows.reward_fn import RLVRWorkflow
+from megarl.rollout.workflows.tools import ToolWorkflow
 from megarl.stats import tracker as stats_tracker
 from megarl.stats.tracker import StatsTracker
 from megarl.trajectory import concat_padded as concat_padded_tensors
 
 __all__ = [
+    "AgentWorkflow",
     "AllocationMode",
     "DistRolloutCoordinator",
     "Evaluator",
@@ -65,6 +68,7 @@ __all__ = [
     "StatsLogger",
     "StatsTracker",
     "StepInfo",
+    "ToolWorkflow",
     "TrainEngine",
     "WeightUpdateMeta",
     "WorkflowExecutor",

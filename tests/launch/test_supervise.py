@@ -156,13 +156,14 @@ while not os.path.exists({lives!r}) or os.path.getsize({lives!r}) < {count}: tim
 
 def test_a_server_that_dies_is_started_again(tmp_path):
     lives, (port,) = str(tmp_path / "lives"), free_ports(1)
-    server = [port, *script(MORTAL_SERVER.format(lives=lives, port=port, deaths=2))]
-    rank = script(WAIT_FOR_LIVES.format(lives=lives, count=3) + "print('there')")
-    with launch(tmp_path, [server], [rank], restarts=2) as launcher:
+    server = [port, *script(MORTAL_SERVER.format(lives=lives, port=port, deaths=3))]
+    rank = script(WAIT_FOR_LIVES.format(lives=lives, count=4) + "print('there')")
+    with launch(tmp_path, [server], [rank], restarts=3) as launcher:
         out, err = launcher.communicate(timeout=60)
     assert (launcher.returncode, out) == (0, "there\n"), err
-    for delay in (1, 2):
-        assert f"exit code 3 before the trainer was done; it is started again in {delay} s" in err
+    told = "exit code 3 before the trainer was done; it is started again in "
+    delays = [part.partition(" s")[0] for part in err.split(told)[1:]]
+    assert delays == ["1", "1", "2"], "later each time that it did not come up"
 
 
 def test_a_server_that_keeps_dying_ends_the_run(tmp_path):
@@ -191,6 +192,37 @@ def test_a_sick_server_is_started_again_when_the_trainer_asks(tmp_path):
     assert launcher.returncode == 0, err
     assert "server 0 ended with exit code" in err
     assert "it is started again in 1 s" in err
+
+
+REPLACED_SERVER = """
+import os, socket, sys, time
+with open({lives!r}, "a") as file: file.write("x")
+is_second = os.path.getsize({lives!r}) == 2
+if is_second:
+    open({ask!r}, "w").close()  # as a trainer that has just noticed the end of the first
+    while os.path.exists({ask!r}): time.sleep(0.01)
+listener = socket.create_server(("127.0.0.1", {port}))
+if not is_second:
+    listener.accept()  # the launcher, which looks once
+    sys.exit(3)
+time.sleep(3)  # some looks of the launcher's
+open({done!r}, "w").close()
+while True: time.sleep(1)
+"""
+
+
+def test_a_server_that_has_just_been_replaced_is_not_started_again(tmp_path):
+    """The trainer's request was about the one before."""
+    names = {"lives": "lives", "done": "done"}
+    paths = {key: str(tmp_path / name) for key, name in names.items()}
+    (port,) = free_ports(1)
+    ask = str(tmp_path / "requests" / str(port))
+    server = [port, *script(REPLACED_SERVER.format(port=port, ask=ask, **paths))]
+    rank = script(f"import os, time\nwhile not os.path.exists({paths['done']!r}): time.sleep(0.01)")
+    with launch(tmp_path, [server], [rank], restarts=9) as launcher:
+        _, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == 0, err
+    assert (tmp_path / "lives").read_text() == "xx"
 
 
 @pytest.mark.parametrize(
