@@ -38,7 +38,8 @@ def make_pusher(
     together, members = Together(engine.mesh.cpu_group), Members(servers)
     mode = update.mode
     if mode == "auto":
-        mode = together.from_rank_0(together("say what they can", lambda: best_mode(servers)))
+        found = together("say what they can", lambda: best_mode(servers, update.timeout_s))
+        mode = together.from_rank_0(found)
     sender: WeightSender
     if mode == "disk":
         assert folder is not None, "mode disk needs a folder"
@@ -91,10 +92,14 @@ def push_weights(
     return stats
 
 
-def best_mode(servers: ServerPool | None) -> Literal["sharded", "broadcast"] | None:
+def best_mode(
+    servers: ServerPool | None, timeout_s: float
+) -> Literal["sharded", "broadcast"] | None:
     """What every server can do; None on other ranks than 0."""
     if servers is None:
         return None
     clients = servers.clients
-    have_agents = ask_all(servers, clients, "say what they can", lambda c: c.has_agent(), 60.0)
+    have_agents = ask_all(
+        servers, clients, "say what they can", lambda c: c.has_agent(timeout_s), timeout_s
+    )
     return "sharded" if all(have_agents) else "broadcast"

@@ -315,11 +315,11 @@ def test_workers_tell_what_they_were_given(sglang_loop, models):
 
 def test_the_way_of_weights_is_chosen_by_what_a_server_can(sglang_loop, models, tmp_path):
     """With megarl's plugin from shard to shard, without it by SGLang's own routes."""
-    assert best_mode(sglang_loop) == "sharded"
+    assert best_mode(sglang_loop, TIMEOUT_S) == "sharded"
     with running_sglang(tmp_path, plugins="none") as plain:
         loop = LoopThread([SGLangClient(plain.address, request_timeout_s=TIMEOUT_S, retries=1)])
         try:
-            assert best_mode(loop) == "broadcast"
+            assert best_mode(loop, TIMEOUT_S) == "broadcast"
             pusher = make_pusher(loop)
             pusher.push(named_weights(models[0]), 1)
             assert error_of(models[0], PROMPT, sample(loop, 32)) < TOLERANCE
