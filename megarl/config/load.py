@@ -86,12 +86,23 @@ def load(
         data = {}
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected a mapping, got {data!r}")
+    try:
+        data = _unshared(data)
+    except RecursionError as error:
+        raise ConfigError(f"{path}: an anchor contains itself") from error
     for override in overrides:
         _override(data, cls, override)
     config: BaseExperimentConfig = _build(cls, data, "")
     if isinstance(config, GRPOConfig) and config.allocation_mode is not None:
         _refuse_contradictions(data, config.allocation_mode)
     return config
+
+
+def _unshared(value: Any) -> Any:
+    """`value` with each alias of YAML as a copy of its own, so that an override changes one."""
+    if isinstance(value, dict):
+        return {key: _unshared(part) for key, part in value.items()}
+    return [_unshared(part) for part in value] if isinstance(value, list) else value
 
 
 def as_dict(config: BaseExperimentConfig) -> dict[str, Any]:

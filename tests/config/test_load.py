@@ -128,6 +128,27 @@ def test_a_wrong_file_is_one_line(tmp_path, text, message):
     assert "\n" not in str(caught.value)
 
 
+def test_an_override_changes_one_place_of_an_alias(run_file):
+    file = run_file()
+    text = file.read_text()
+    text += """
+valid_dataset: &held_out {path: held_out.jsonl, size: 8}
+"""
+    text = text.replace("train_dataset:", "train_dataset:\n  exclude: *held_out", 1)
+    head, _, tail = text.partition("valid_dataset:")
+    file.write_text("valid_dataset:" + tail + head)
+    config = load(file, ["valid_dataset.size=3"])
+    assert config.valid_dataset.size == 3
+    assert config.train_dataset.exclude.size == 8
+
+
+def test_an_anchor_that_contains_itself(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("gconfig: &a {stop: [*a]}\n")
+    with pytest.raises(ConfigError, match="an anchor contains itself"):
+        load(file)
+
+
 def test_no_file(tmp_path):
     with pytest.raises(ConfigError, match=r"none\.yaml: No such file"):
         load(tmp_path / "none.yaml")
