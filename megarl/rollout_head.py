@@ -70,6 +70,7 @@ class RolloutHead:
         self.should_accept = load_function(accept) if accept else None
         self.eval_gconfig = config.eval_gconfig or config.gconfig.new(n_samples=1)
         self.eval_workflow = self._workflow(self.eval_gconfig)
+        self._counts_before: dict[str, float] = {}
 
     def _workflow(self, gconfig: Any) -> RolloutWorkflow:
         # A server stops at its own model's end token; the run's tokenizer has a say as well.
@@ -116,9 +117,24 @@ class RolloutHead:
         )
 
     def export_stats(self) -> dict[str, float]:
-        """Counts since the start: the pool's, the reward's, and the workflow's if it has any."""
-        of_workflow = getattr(self.workflow, "export_stats", dict)
-        return self.engine.export_stats() | self.rewards.export_stats() | of_workflow()
+        """Counts of the run: the pool's, the reward's, and the workflow's if it has any."""
+        return self.engine.export_stats() | self._counts()
+
+    def _counts(self) -> dict[str, float]:
+        """Those that belong to this process, after those of the processes before."""
+        of_workflow: dict[str, float] = getattr(self.workflow, "export_stats", dict)()
+        now = self.rewards.export_stats() | of_workflow
+        names = dict.fromkeys([*self._counts_before, *now])
+        return {name: self._counts_before.get(name, 0.0) + now.get(name, 0.0) for name in names}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run that goes on needs of this; plain values and tensors."""
+        return self.engine.state_dict() | {"counts": self._counts()}
+
+    def load_state_dict(self, state: dict[str, Any], version: int) -> None:
+        """Go on after the step that made `version`. Before the first episode."""
+        self._counts_before = dict(state.get("counts", {}))
+        self.engine.load_state_dict(state, version, self.workflow, self.should_accept)
 
     def close(self) -> None:
         try:

@@ -53,9 +53,7 @@ class Recovery:
         if prompts is not None:
             prompts.load_state_dict(counters["prompts"])
         if head is not None:
-            head.engine.load_state_dict(
-                load_pool(folder), counters["step"], head.workflow, head.should_accept
-            )
+            head.load_state_dict(load_pool(folder), counters["step"])
         step: int = counters["step"]
         return step
 
@@ -71,7 +69,7 @@ class Recovery:
         counters: dict[str, Any] = {}
         if prompts is not None:
             counters["prompts"] = prompts.state_dict()
-        pool = head.engine.state_dict() if head is not None else None
+        pool = head.state_dict() if head is not None else None
         self._writer.save(step, counters, pool)
 
     def finish(self) -> None:

@@ -97,17 +97,24 @@ def test_a_workflow_takes_any_of_them():
 
 
 def test_a_run_reports_its_rewards_counts(tmp_path, monkeypatch):
-    """From the config's section to the row of a step."""
+    """From the config's section to the row of a step, and on after the run was cut."""
     monkeypatch.chdir(REPOSITORY)
-    config = load(REPOSITORY / "configs" / "quickstart.yaml", ["reward.max_attempts=1"])
-    head = RolloutHead(config, ["http://127.0.0.1:9"], tmp_path)
-    head.engine.initialize()
-    try:
-        wrong_row = head.rewards("1 + 1 =", "= 2", [1], [2], answer="none")
-        assert head.engine.run(wrong_row, timeout_s=120) == 0.0
-        stats = head.export_stats()
-    finally:
-        head.close()
-    assert stats["running"] == 0.0
-    assert stats["reward/calls"] == stats["reward/failed"] == 1.0
-    assert stats["reward/attempts_failed/error"] == 1.0
+    config = load(
+        REPOSITORY / "configs" / "quickstart.yaml",
+        ["reward.max_attempts=1", "rollout.consumer_batch_size=32", "rollout.queue_size=64"],
+    )
+    state = None
+    for times in (1, 2):
+        head = RolloutHead(config, ["http://127.0.0.1:9"], tmp_path)
+        head.engine.initialize()
+        try:
+            if state is not None:
+                head.load_state_dict(state, version=1)
+            wrong_row = head.rewards("1 + 1 =", "= 2", [1], [2], answer="none")
+            assert head.engine.run(wrong_row, timeout_s=120) == 0.0
+            stats, state = head.export_stats(), head.state_dict()
+        finally:
+            head.close()
+        assert stats["running"] == 0.0
+        assert stats["reward/calls"] == stats["reward/failed"] == times
+        assert stats["reward/attempts_failed/error"] == times
