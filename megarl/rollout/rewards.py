@@ -72,8 +72,8 @@ class Reward(ABC):
         self.name, self.max_attempts, self.on_failure = name, max_attempts, on_failure
         self.failures: Counter[str] = Counter()
         """Failed attempts by reason."""
-        self.num_calls = self.num_failed = 0
-        """Calls that were answered, and those of them that failed `max_attempts` times."""
+        self.num_failed = 0
+        """Calls that failed `max_attempts` times."""
         self._options, self._first_delay_s = options or {}, first_delay_s
         self._closed = False
 
@@ -92,9 +92,7 @@ class Reward(ABC):
             if self._closed:
                 raise MegarlError(f"reward {self.name}: called after its end")
             try:
-                value = await self._attempt(prompt, completion, prompt_ids, completion_ids, **row)
-                self.num_calls += 1
-                return value
+                return await self._attempt(prompt, completion, prompt_ids, completion_ids, **row)
             except CallFailed as error:
                 self._count(error)
                 if error.is_final:
@@ -102,7 +100,6 @@ class Reward(ABC):
             if delay_s and attempt + 1 < self.max_attempts:
                 await asyncio.sleep(delay_s)
                 delay_s *= 2
-        self.num_calls += 1
         self.num_failed += 1
         return 0.0 if self.on_failure == "zero" else None
 
@@ -124,10 +121,10 @@ class Reward(ABC):
             logger.warning("reward %s: %s (later ones are only counted)", self.name, error)
 
     def export_stats(self) -> dict[str, float]:
-        """Counts since the start: calls, those that failed, failed attempts by reason."""
+        """Counts since the start: calls that failed, failed attempts by reason."""
         failures = {f"reward/attempts_failed/{name}": n for name, n in dict(self.failures).items()}
-        counts = {"reward/calls": self.num_calls, "reward/failed": self.num_failed}
-        return {name: float(value) for name, value in (counts | failures).items()}
+        counts = {"reward/failed": self.num_failed} | failures
+        return {name: float(value) for name, value in counts.items()}
 
     async def close(self) -> None:
         """No call may be running or come after it."""

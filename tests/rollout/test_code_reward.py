@@ -120,7 +120,6 @@ def test_a_config_names_it_with_its_options():
 
     assert asyncio.run(calls()) == [0.5, 0.0]
     assert made.export_stats() == {
-        "reward/calls": 2.0,
         "reward/failed": 1.0,
         "reward/attempts_failed/error": 3.0,
     }

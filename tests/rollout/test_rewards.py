@@ -137,7 +137,7 @@ def test_options_are_keywords_of_each_call_under_the_rows_own():
 
     results, pool = run(calls, options={"bonus": 5})
     assert results == (8.0, 4.0)
-    assert pool.export_stats() == {"reward/calls": 2.0, "reward/failed": 0.0}
+    assert pool.export_stats() == {"reward/failed": 0.0}
 
 
 # ---------------------------------------------------------------- functions that are awaited
@@ -181,7 +181,6 @@ def test_a_late_or_failing_async_function_is_worth_what_the_config_says(
     result, reward = awaited(calls, timeout_s=0.1, max_attempts=2, on_failure=on_failure)
     assert result is worth or result == worth
     assert reward.export_stats() == {
-        "reward/calls": 1.0,
         "reward/failed": 1.0,
         f"reward/attempts_failed/{reason}": 2.0,
     }
