@@ -39,6 +39,8 @@ class ServerClient(ABC):
 
     weight_protocol: ClassVar[Literal["megarl", "sglang"]] = "megarl"
     """Whose process group and buckets a gathered broadcast uses."""
+    health_needs_tokens: ClassVar[bool] = False
+    """Whether a paused server says that it is not well."""
 
     def __init__(self, address: str, *, request_timeout_s: float, retries: int) -> None:
         self.address = (address if "://" in address else f"http://{address}").rstrip("/")

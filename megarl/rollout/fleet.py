@@ -353,7 +353,7 @@ class Fleet:
         server.was_ill = True
         if server.state is State.DEAD:
             server.was_silent = True
-        elif server.client.is_paused:
+        elif server.client.is_paused and server.client.health_needs_tokens:
             # SGLang 0.5.23 makes a token to say that it is well. Who paused it notices its end.
             server.last_good_s = time.monotonic()
         elif isinstance(error, _StartedAgain):

@@ -28,6 +28,7 @@ class Client:
         self.version = 3
         self.num_pauses, self.is_paused = 0, False
         self.is_stuck = False
+        self.health_needs_tokens = False
         self.checked = self.closed = 0
 
     async def generate(self, request, gconfig, remaining):
@@ -286,7 +287,7 @@ def test_a_server_that_makes_no_tokens_is_dropped(quick):
 def test_a_paused_server_may_make_no_tokens(quick):
     async def test(fleet, a, b):
         a.gate.clear()
-        a.is_stuck = a.is_paused = True
+        a.is_stuck = a.is_paused = a.health_needs_tokens = True
         a.health_error = EngineError("paused, so no token for its own health either")
         waiting = asyncio.create_task(ask(fleet, "r0"))
         await arrived(a, 1)
@@ -295,6 +296,18 @@ def test_a_paused_server_may_make_no_tokens(quick):
         assert fleet.clients == [a, b]
         a.is_paused, a.health_error = False, None
         assert await waiting == "b"
+        watch.cancel()
+
+    run(test)
+
+
+def test_a_paused_server_whose_engine_died_is_dropped(quick):
+    """vLLM then says so, and never answers the pause itself."""
+
+    async def test(fleet, a, b):
+        watch = asyncio.create_task(fleet.watch())
+        a.is_paused, a.health_error = True, EngineError("status 503")
+        await until(lambda: fleet.clients == [b])
         watch.cancel()
 
     run(test)

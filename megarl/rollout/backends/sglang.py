@@ -48,6 +48,7 @@ class SGLangClient(ServerClient):
     """One SGLang server."""
 
     weight_protocol: ClassVar[Literal["megarl", "sglang"]] = "sglang"
+    health_needs_tokens: ClassVar[bool] = True
 
     def __init__(self, address: str, *, request_timeout_s: float, retries: int) -> None:
         super().__init__(address, request_timeout_s=request_timeout_s, retries=retries)
