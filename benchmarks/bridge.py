@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
-import json
 import multiprocessing
 import os
 import subprocess
@@ -26,7 +25,7 @@ import psutil
 import torch
 import torch.distributed as dist
 import transformers
-from timing import CheckFailed, environment, stats_of
+from timing import CheckFailed, environment, stats_of, write_json
 
 from megarl import parallel, platform
 from megarl.actor.engine import MegatronEngine
@@ -291,7 +290,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a tiny model, one setup, one push")
     parser.add_argument("--pushes", type=int, default=7, help="timed, of each way")
     arguments = parser.parse_args()
-    found = environment(torch.device("cpu"))
+    found = environment(torch.device("cpu"), ("benchmarks", "megarl"))
     config = model_config(is_quick=arguments.quick)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
@@ -309,8 +308,7 @@ def main() -> int:
             return 1
     found |= {"load_after": os.getloadavg()[0], "is_quick": arguments.quick}
     print(report(found, rows))
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"environment": found, "rows": rows}, indent=1) + "\n")
+    write_json(arguments.json, found, rows=rows)
     return 0
 
 

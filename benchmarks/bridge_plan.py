@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from timing import ROOT, environment
+from timing import ROOT, environment, write_json
 
 sys.path.append(str(ROOT))  # where megarl is not installed, from here
 
@@ -323,19 +323,16 @@ def main() -> int:
     found = list(rows(arguments.model, arguments.gpus))
     about["load_after"] = os.getloadavg()[0]
     print(table(found))
-    if arguments.json:
-        result = {
-            "environment": about,
-            "meaning": " ".join((__doc__ or "").split("\n\n", 2)[2].split()),
-            "gpu_gb": GPU_BYTES / 1e9,
-            "reserved_gb": RESERVED_BYTES / 1e9,
-            "bucket_bytes": BUCKET_BYTES,
-            "rows": found,
-            "published": [asdict(p) for p in PUBLISHED],
-        }
-        partial = arguments.json.with_name(arguments.json.name + ".partial")
-        partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        partial.rename(arguments.json)
+    write_json(
+        arguments.json,
+        about,
+        meaning=" ".join((__doc__ or "").split("\n\n", 2)[2].split()),
+        gpu_gb=GPU_BYTES / 1e9,
+        reserved_gb=RESERVED_BYTES / 1e9,
+        bucket_bytes=BUCKET_BYTES,
+        rows=found,
+        published=[asdict(p) for p in PUBLISHED],
+    )
     return 0
 
 

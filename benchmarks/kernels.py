@@ -11,7 +11,6 @@ works, its times mean nothing.
 
 import argparse
 import dataclasses
-import json
 import os
 import shutil
 import subprocess
@@ -23,7 +22,7 @@ from pathlib import Path
 import floors
 import peers
 import torch
-from timing import ROOT, Bench, CheckFailed, Row, environment
+from timing import ROOT, Bench, CheckFailed, Row, environment, write_json
 
 _SECONDS = 420
 """After these no further comparison is begun."""
@@ -77,9 +76,7 @@ def main() -> int:
     print(report(found, bench.rows))
     if device.type == "cuda" and bench.read_gbs and bench.copy_gbs:
         print("\n" + floors.table(bench.read_gbs, bench.copy_gbs))
-    if arguments.json:
-        rows = [dataclasses.asdict(row) for row in bench.rows]
-        arguments.json.write_text(json.dumps({"environment": found, "rows": rows}, indent=1) + "\n")
+    write_json(arguments.json, found, rows=[dataclasses.asdict(row) for row in bench.rows])
     return 0
 
 

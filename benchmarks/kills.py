@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 import torch
-from timing import ROOT, CheckFailed, environment
+from timing import ROOT, CheckFailed, environment, write_json
 
 _RUN_TIMEOUT_S = 3000.0
 _POLL_S = 0.2
@@ -152,7 +152,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of who is killed")
     parser.add_argument("options", nargs="*", help="key=value of the config, for both runs")
     arguments = parser.parse_args()
-    found = environment(torch.device("cpu"))
+    found = environment(torch.device("cpu"), ("benchmarks", "megarl", "launch"))
     options = [f"total_train_steps={arguments.steps}", *arguments.options]
     with tempfile.TemporaryDirectory() as temporary:
         try:
@@ -173,11 +173,9 @@ def main() -> int:
             f"rejected; trainer and servers differ by {one.gap_max:.1e} at most"
         )
     print(f"difference {difference:+.3f}, standard error {error:.3f}")
-    if arguments.json:
-        both = {"without": vars(calm), "with": vars(killed)}
-        report = {"environment": found, "steps": arguments.steps, "options": options} | both
-        report |= {"difference": difference, "standard_error": error}
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    both = {"without": vars(calm), "with": vars(killed)}
+    result = both | {"difference": difference, "standard_error": error}
+    write_json(arguments.json, found, steps=arguments.steps, options=options, **result)
     return 0 if killed.steps == calm.steps == arguments.steps else 1
 
 

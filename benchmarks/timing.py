@@ -6,6 +6,7 @@ wall time, so what else the machine does is in it: the load is reported beside i
 """
 
 import gc
+import json
 import os
 import platform
 import re
@@ -261,6 +262,14 @@ def stats_of(samples: Sequence[float]) -> Stats:
     quantiles = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
     p10, median, p90 = torch.tensor(samples, dtype=torch.float64).quantile(quantiles).tolist()
     return Stats(median, p10, p90, len(samples))
+
+
+def write_json(path: Path | None, environment: object, **found: object) -> None:
+    """What was found and where, the whole file or none of it; nothing without a path."""
+    if path is not None:
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(json.dumps({"environment": environment, **found}, indent=1) + "\n")
+        partial.rename(path)
 
 
 def environment(

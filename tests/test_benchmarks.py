@@ -175,12 +175,12 @@ def test_a_pool_that_loses_or_mixes_rows_is_no_number(tmp_path):
     }
     for said, damage in wrong.items():
         code = (
-            "import sys, rollout\nright = rollout.check\n"
+            "import sys, rollout, rollout_clients as clients\nright = clients.check\n"
             f"def check(batch, *rest):\n    {damage}\n    right(batch, *rest)\n"
-            "rollout.check = check\n"
-            "case = rollout.Case(4, 1, 3, 8)\n"
+            "clients.check = check\n"
+            "case = clients.Case(4, 1, 3, 8)\n"
             "with rollout.scripted_server(0.0) as address:\n"
-            "    try:\n        rollout.run_pool(case, address)\n"
+            "    try:\n        clients.run_pool(case, address)\n"
             "    except rollout.CheckFailed as error:\n        sys.exit(str(error))\n"
         )
         result = python("-c", code)
