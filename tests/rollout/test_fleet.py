@@ -330,6 +330,14 @@ def test_a_server_that_was_started_again_unseen_waits_for_weights(quick):
     run(test)
 
 
+async def request_under_way(fleet, client):
+    """A request that `client`, the first to be asked, answers once its gate is open."""
+    client.gate.clear()
+    asked = asyncio.create_task(ask(fleet, "r0"))
+    await arrived(client, 1)
+    return asked
+
+
 def members_of(names):
     """Options of a fleet whose members are those of the list `names`, whenever it is asked."""
 
@@ -369,9 +377,7 @@ def test_a_server_that_is_to_go_answers_what_it_has(quick):
 
     async def test(fleet, a, b):
         watch = asyncio.create_task(fleet.watch())
-        a.gate.clear()
-        first = asyncio.create_task(ask(fleet, "r0"))
-        await arrived(a, 1)
+        first = await request_under_way(fleet, a)
         names.remove("a")
         await until(lambda: fleet.state_of(a) is State.DRAINING)
         assert fleet.clients == [b]  # it needs no new weights
@@ -392,9 +398,7 @@ def test_a_server_that_does_not_come_to_an_end_is_left(quick, monkeypatch):
 
     async def test(fleet, a, b):
         watch = asyncio.create_task(fleet.watch())
-        a.gate.clear()
-        first = asyncio.create_task(ask(fleet, "r0"))
-        await arrived(a, 1)
+        first = await request_under_way(fleet, a)
         names.remove("a")
         assert await first == "b"
         watch.cancel()
@@ -407,9 +411,7 @@ def test_a_server_that_is_named_again_while_it_drains_waits_for_weights(quick):
 
     async def test(fleet, a, b):
         watch = asyncio.create_task(fleet.watch())
-        a.gate.clear()
-        first = asyncio.create_task(ask(fleet, "r0"))
-        await arrived(a, 1)
+        first = await request_under_way(fleet, a)
         names.remove("a")
         await until(lambda: fleet.state_of(a) is State.DRAINING)
         names.append("a")
