@@ -6,7 +6,8 @@ through `scatter_batch`; what the servers need of the weights passes rank 0's se
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,8 +19,9 @@ from megarl.actor.scatter import scatter_batch
 from megarl.config.run import GRPOConfig
 from megarl.config.schema import TrainEngineConfig
 from megarl.parallel import Mesh
-from megarl.rollout.api import AcceptFn, RolloutWorkflow, Row
+from megarl.rollout.api import AcceptFn, Row
 from megarl.rollout.remote import RemoteVLLMEngine, RowStream
+from megarl.rollout.workflows import WorkflowLike
 from megarl.rollout_head import Evaluation, RolloutHead
 
 _REFIT, _DONE = "refit", "done"
@@ -72,7 +74,14 @@ class DistRolloutCoordinator:
         stats: dict[str, float] = {}
         with self._standing_by() as head:
             if head is not None:
-                batch = head.engine.prepare_batch(head.prompts, head.workflow, head.should_accept)
+                is_dynamic = self.config.dynamic_bs
+                batch = head.engine.prepare_batch(
+                    head.prompts,
+                    head.workflow,
+                    head.should_accept,
+                    dynamic_bs=is_dynamic,
+                    fewest=self.config.fewest_prompts if is_dynamic else 1,
+                )
                 stats = head.export_stats()
         seed = self.config.seed + self.num_batches
         self.num_batches += 1
@@ -158,43 +167,69 @@ class ScriptCoordinator:
         self,
         dataloader: Any,
         granularity: int = 1,
-        workflow: RolloutWorkflow | None = None,
-        should_accept_fn: AcceptFn | None = None,
+        workflow: WorkflowLike | None = None,
+        should_accept_fn: AcceptFn | str | None = None,
+        *,
+        workflow_kwargs: Mapping[str, Any] | None = None,
+        group_size: int = 1,
+        dynamic_bs: bool = False,
     ) -> Batch:
         """This replica's rows of the next batch of B accepted episodes.
 
         Args:
           granularity: rows that stand next to each other and stay on one replica.
+          workflow, should_accept_fn, workflow_kwargs, group_size: see RemoteVLLMEngine.submit.
+          dynamic_bs: the batch is what was accepted of B episodes, and at least one episode for
+            every minibatch of every replica.
 
         Raises:
           ValueError: no workflow, or a batch size that is neither B nor B / dp.
         """
-        workflow = _needed(workflow)
+        fewest = self.mesh.dp * self._n_minibatches if dynamic_bs else 1
+        prepare = partial(
+            self.rollout.prepare_batch,
+            workflow=_needed(workflow),
+            should_accept_fn=should_accept_fn,
+            workflow_kwargs=workflow_kwargs,
+            group_size=group_size,
+            dynamic_bs=dynamic_bs,
+            fewest=fewest,
+        )
         batch: Batch | None = None
         if self._is_share(dataloader.batch_size):
-            batch = self._prepare_from_shares(dataloader, workflow, should_accept_fn)
+            batch = self._prepare_from_shares(dataloader, prepare)
         elif self.rollout.is_head:
-            batch = self.rollout.prepare_batch(dataloader, workflow, should_accept_fn)
+            batch = prepare(dataloader)
         return self._scatter(batch, granularity)
 
     def rollout_batch(
         self,
         data: list[Row],
         granularity: int = 1,
-        workflow: RolloutWorkflow | None = None,
-        should_accept_fn: AcceptFn | None = None,
+        workflow: WorkflowLike | None = None,
+        should_accept_fn: AcceptFn | str | None = None,
+        *,
+        workflow_kwargs: Mapping[str, Any] | None = None,
+        group_size: int = 1,
     ) -> Batch:
         """This replica's rows of the episodes of `data`, generated now.
 
         Args:
           data: B / dp rows, the share of this data-parallel rank; any other number is the
             whole batch, and rank 0's is taken.
+          granularity, workflow, should_accept_fn, workflow_kwargs, group_size: see prepare_batch.
         """
         workflow = _needed(workflow)
         rows = self._gather(data) if self._is_share(len(data)) else data
         batch: Batch | None = None
         if self.rollout.is_head:
-            batch = self.rollout.rollout_batch(rows, workflow, should_accept_fn)
+            batch = self.rollout.rollout_batch(
+                rows,
+                workflow,
+                should_accept_fn,
+                workflow_kwargs=workflow_kwargs,
+                group_size=group_size,
+            )
         return self._scatter(batch, granularity)
 
     def _scatter(self, batch: Batch | None, granularity: int) -> Batch:
@@ -213,7 +248,7 @@ class ScriptCoordinator:
         return self.mesh.dp > 1 and num_rows * self.mesh.dp == batch_size
 
     def _prepare_from_shares(
-        self, dataloader: Any, workflow: RolloutWorkflow, should_accept_fn: AcceptFn | None
+        self, dataloader: Any, prepare: Callable[[RowStream], Batch]
     ) -> Batch | None:
         """Rank 0 asks for rows as often as its pool runs out of them."""
         if self._own is None or self._own.dataloader is not dataloader:
@@ -224,7 +259,7 @@ class ScriptCoordinator:
         while batch is None:
             if self.rollout.is_head:
                 with contextlib.suppress(_OutOfRows):
-                    batch = self.rollout.prepare_batch(self._shared, workflow, should_accept_fn)
+                    batch = prepare(self._shared)
             if not self._of_rank_0(batch is None):
                 break
             self._shared.add(self._gather(next(self._own)))
@@ -258,9 +293,9 @@ class TrainRank(Protocol):
     def seed(self) -> int: ...
 
 
-def _needed(workflow: RolloutWorkflow | None) -> RolloutWorkflow:
+def _needed(workflow: WorkflowLike | None) -> WorkflowLike:
     if workflow is None:
-        raise ValueError("workflow: an instance of a workflow is needed")
+        raise ValueError("workflow: an instance, a class or its name is needed")
     return workflow
 
 

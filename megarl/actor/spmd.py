@@ -14,6 +14,7 @@ it says otherwise.
 """
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -34,8 +35,9 @@ from megarl.config.schema import PPOActorConfig, TrainEngineConfig, WeightUpdate
 from megarl.errors import CheckpointError
 from megarl.model.weights import load_hf
 from megarl.parallel import Mesh
-from megarl.rollout.api import AcceptFn, RolloutWorkflow, Row
+from megarl.rollout.api import AcceptFn, Row
 from megarl.rollout.remote import RemoteVLLMEngine
+from megarl.rollout.workflows import WorkflowLike
 from megarl.stats import tracker as stats_tracker
 
 T = TypeVar("T")
@@ -246,10 +248,13 @@ class MegatronPPOActor:
         self,
         dataloader: Any,
         granularity: int = 1,
-        workflow: RolloutWorkflow | None = None,
-        should_accept_fn: AcceptFn | None = None,
+        workflow: WorkflowLike | None = None,
+        should_accept_fn: AcceptFn | str | None = None,
         *,
         should_accept: AcceptFn | None = None,
+        workflow_kwargs: Mapping[str, Any] | None = None,
+        group_size: int = 1,
+        dynamic_bs: bool = False,
     ) -> Batch:
         """This replica's rows of the next batch; generation of later ones goes on.
 
@@ -257,25 +262,40 @@ class MegatronPPOActor:
         `should_accept_fn`.
         """
         coordinator = _made(self._coordinator, "connect_engine")
-        accept = should_accept_fn or should_accept
-        return coordinator.prepare_batch(dataloader, granularity, workflow, accept)
+        return coordinator.prepare_batch(
+            dataloader,
+            granularity,
+            workflow,
+            should_accept_fn or should_accept,
+            workflow_kwargs=workflow_kwargs,
+            group_size=group_size,
+            dynamic_bs=dynamic_bs,
+        )
 
     def rollout_batch(
         self,
         data: list[Row],
         granularity: int = 1,
-        workflow: RolloutWorkflow | None = None,
-        should_accept_fn: AcceptFn | None = None,
+        workflow: WorkflowLike | None = None,
+        should_accept_fn: AcceptFn | str | None = None,
         *,
         should_accept: AcceptFn | None = None,
+        workflow_kwargs: Mapping[str, Any] | None = None,
+        group_size: int = 1,
     ) -> Batch:
         """This replica's rows of the episodes of `data`, generated now.
 
         See ScriptCoordinator.rollout_batch.
         """
         coordinator = _made(self._coordinator, "connect_engine")
-        accept = should_accept_fn or should_accept
-        return coordinator.rollout_batch(data, granularity, workflow, accept)
+        return coordinator.rollout_batch(
+            data,
+            granularity,
+            workflow,
+            should_accept_fn or should_accept,
+            workflow_kwargs=workflow_kwargs,
+            group_size=group_size,
+        )
 
     # ------------------------------------------------------------------ a step
 

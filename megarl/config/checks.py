@@ -190,9 +190,7 @@ def _check_world(config: GRPOConfig | SFTConfig) -> None:
         minibatches = config.actor.ppo_n_minibatches
         counted += " * gconfig.n_samples"
         servers = config.rollout.parallel.world_size
-    parallel = config.actor.parallel
-    # Interleaved stages take micro-batches in rounds of pp.
-    fewest = parallel.pp if parallel.virtual_stages else 1
+    fewest = config.actor.parallel.fewest_samples
     if samples < dp * minibatches * fewest:
         raise ConfigError(
             f"train_dataset.batch_size: {counted} = {samples} is less than {fewest} samples for "

@@ -145,6 +145,9 @@ class GRPOConfig(BaseExperimentConfig):
     ref: TrainEngineConfig | None = None
     """Frozen reference for the KL terms; shares the actor's ranks and parallelism."""
     rollout: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
+    dynamic_bs: bool = False
+    """A step takes what was accepted of a batch's prompts, not as many accepted ones: it does not
+    wait for others where some were rejected. Its size varies; see `fewest_prompts`."""
     reward: RewardConfig = field(default_factory=RewardConfig)
     vllm: VLLMConfig = field(default_factory=VLLMConfig)
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
@@ -177,6 +180,13 @@ class GRPOConfig(BaseExperimentConfig):
                 f"actor.ppo_n_minibatches: {minibatches} is more than the "
                 f"{prompts * self.gconfig.n_samples} samples of a batch"
             )
+
+    @property
+    def fewest_prompts(self) -> int:
+        """Prompts that give every data-parallel rank enough samples of every minibatch."""
+        dp = self.actor.parallel.dp(self.trainer_world_size)
+        samples = dp * self.actor.ppo_n_minibatches * self.actor.parallel.fewest_samples
+        return math.ceil(samples / self.gconfig.n_samples)
 
     @property
     def engine(self) -> VLLMConfig | SGLangConfig:

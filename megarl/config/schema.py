@@ -57,6 +57,12 @@ class ParallelConfig:
         return self.vpp if self.vpp != 1 else None
 
     @property
+    def fewest_samples(self) -> int:
+        """Of an optimizer step, for each data-parallel rank."""
+        # Interleaved stages take micro-batches in rounds of pp.
+        return self.pp if self.virtual_stages else 1
+
+    @property
     def expert_tp(self) -> int:
         """Tensor-parallel ranks inside an expert."""
         return self.etp or self.tp

@@ -37,7 +37,7 @@ class InferenceEngineConfig:
     should_accept_fn: str | None = None
     """`package.module:function` of a finished trajectory -> bool; False leaves it out."""
     max_concurrent_rollouts: int | None = None
-    """Episodes in flight; None is `consumer_batch_size`."""
+    """Episodes in flight, of training and of an evaluation; None is `consumer_batch_size`."""
     consumer_batch_size: int | None = None
     """Prompts a training step consumes; None is `train_dataset.batch_size`."""
     max_head_offpolicyness: int = 0

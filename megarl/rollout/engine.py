@@ -116,7 +116,12 @@ class RemoteInferenceEngine:
             self.batch_size,
             self.config.max_head_offpolicyness,
         )
-        self.executor = WorkflowExecutor(self, staleness, dump_dir=self._dump_dir)
+        self.executor = WorkflowExecutor(
+            self,
+            staleness,
+            dump_dir=self._dump_dir,
+            most_at_once=self.config.max_concurrent_rollouts,
+        )
         # What is imported by now stays; a collection that walks it takes a second at a time.
         gc.freeze()
         started.set()
@@ -342,13 +347,19 @@ class RemoteInferenceEngine:
         should_accept_fn: AcceptFn | None = None,
         *,
         dynamic_bs: bool = False,
+        fewest: int = 1,
     ) -> Trajectory:
         """The next batch; keeps the pool filled so that generation goes on after it returns.
 
         See WorkflowExecutor.prepare.
         """
         episodes = self.executor.prepare(
-            prompts, workflow, should_accept_fn, limit=self.config.queue_size, is_dynamic=dynamic_bs
+            prompts,
+            workflow,
+            should_accept_fn,
+            limit=self.config.queue_size,
+            is_dynamic=dynamic_bs,
+            fewest=fewest,
         )
         return as_batch(self.run(episodes, None))
 

@@ -49,8 +49,11 @@ class WorkflowExecutor:
         staleness: StalenessManager,
         *,
         dump_dir: Path | None = None,
+        most_at_once: int | None = None,
     ) -> None:
         self._engine, self.staleness, self._dump_dir = engine, staleness, dump_dir
+        self._most_at_once = most_at_once
+        """Episodes of one `run_each`, which keeps to no staleness bound; None is all."""
         self._queue: deque[Task] = deque()
         self._episodes: set[asyncio.Task[None]] = set()
         self._others: set[asyncio.Task[Trajectory | None]] = set()
@@ -238,7 +241,7 @@ class WorkflowExecutor:
 
         Raises:
           TimeoutError: fewer are there after `timeout_s`.
-          EngineError: episodes do nothing but fail.
+          EngineError: see an_episode_ended.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -259,26 +262,31 @@ class WorkflowExecutor:
         *,
         limit: int | None = None,
         is_dynamic: bool = False,
+        fewest: int = 1,
     ) -> list[Trajectory]:
         """The episodes of the next training batch, in order of submission; `as_batch` joins them.
 
         Args:
           prompts: endless; read whenever fewer than `limit` episodes are pending. None is one
             batch more than a version may start: the next version's start without the trainer.
-          is_dynamic: the batch is what was accepted of `consumer_batch_size` episodes, one at
-            least: a rejected one is not replaced, so it cannot hold up the step.
+          is_dynamic: the batch is what was accepted of `consumer_batch_size` episodes: a rejected
+            one is not replaced, so it cannot hold up the step.
+          fewest: of a dynamic batch; while fewer were accepted, rejected ones are replaced.
 
         Raises:
+          ValueError: `fewest` is less than 1 or more than a batch has.
           EngineError: episodes do nothing but fail.
         """
         count = self.staleness.consumer_batch_size
+        if not 1 <= fewest <= count:
+            raise ValueError(f"fewest: expected 1 to {count} episodes, got {fewest}")
         limit = max(limit or self.staleness.pending_limit + count, count)
         self._set_dynamic(is_dynamic)
         while True:
             while self.num_pending < limit:
                 for row in next(prompts):
                     self.submit(row, workflow, should_accept)
-            if freed := self._finished.drop_if_rejected(count):
+            if freed := self._finished.drop_rejected(count, fewest):
                 self._free(freed)
             elif self.is_ready(count):
                 return self._take(count)
@@ -349,8 +357,14 @@ class WorkflowExecutor:
           EngineError: every episode failed.
         """
         tasks = [Task(self._take_id(), row, workflow, should_accept, is_eval) for row in rows]
+        places = asyncio.Semaphore(self._most_at_once or max(len(rows), 1))
+
+        async def attempt(task: Task) -> Trajectory | None:
+            async with places:
+                return await self._attempt(task)
+
         async with asyncio.TaskGroup() as group:
-            running = [group.create_task(self._attempt(task)) for task in tasks]
+            running = [group.create_task(attempt(task)) for task in tasks]
             for episode in running:
                 self._others.add(episode)
                 episode.add_done_callback(self._others.discard)

@@ -23,12 +23,16 @@ class Finished:
     def oldest(self, count: int) -> list[int]:
         return sorted(self.accepted.keys() | self.rejected)[:count]
 
-    def drop_if_rejected(self, count: int) -> int:
-        """Forget the oldest `count` as often as all of them were rejected; how many these were."""
+    def drop_rejected(self, count: int, fewest: int) -> int:
+        """Forget those that were rejected of the oldest `count` as long as fewer than `fewest` of
+        these were accepted; how many were forgotten."""
         dropped = 0
-        while len(self) >= count and self.rejected.issuperset(oldest := self.oldest(count)):
-            self.rejected.difference_update(oldest)
-            dropped += len(oldest)
+        while len(self) >= count:
+            rejected = self.rejected.intersection(self.oldest(count))
+            if count - len(rejected) >= fewest:
+                break
+            self.rejected -= rejected
+            dropped += len(rejected)
         return dropped
 
     def take(self, count: int) -> dict[int, Trajectory]:

@@ -278,6 +278,7 @@ class RemoteVLLMEngine:
         workflow_kwargs: Mapping[str, Any] | None = None,
         group_size: int = 1,
         dynamic_bs: bool = False,
+        fewest: int = 1,
     ) -> Trajectory:
         """The next `consumer_batch_size` episodes; generation of later ones goes on.
 
@@ -285,7 +286,8 @@ class RemoteVLLMEngine:
           dataloader: see RowStream. The same object continues where the call before stood.
           workflow, should_accept_fn, workflow_kwargs, group_size: see `submit`.
           dynamic_bs: rejected episodes count, too, so that the batch is smaller and the step does
-            not wait for others in their place; see WorkflowExecutor.prepare.
+            not wait for others in their place.
+          fewest: episodes of a dynamic batch; see WorkflowExecutor.prepare.
 
         Raises:
           EngineError: the servers have no weights yet, or episodes do nothing but fail.
@@ -304,6 +306,7 @@ class RemoteVLLMEngine:
             resolve_accept_fn(should_accept_fn),
             limit=self.config.queue_size,
             is_dynamic=dynamic_bs,
+            fewest=fewest,
         )
         return as_batch(self.engine.run(episodes, None))
 

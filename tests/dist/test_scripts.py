@@ -52,16 +52,17 @@ class Rollout:
         self.config = SimpleNamespace(consumer_batch_size=4)
         self.rows = []
 
-    def prepare_batch(self, stream, workflow, should_accept_fn):
+    def prepare_batch(self, stream, *, dynamic_bs, fewest, **asked):
         assert self.is_head
+        self.asked = asked
         stream = stream if hasattr(stream, "__next__") else iter(stream)
         # What was pulled before the stream ran dry is kept, as the pool keeps what is queued.
         while len(self.rows) < 4 * self.pulls:
             self.rows += next(stream)
         taken, self.rows = self.rows[:4], self.rows[4:]
-        return make_batch(taken)
+        return make_batch(taken[:fewest] if dynamic_bs else taken)
 
-    def rollout_batch(self, data, workflow, should_accept_fn):
+    def rollout_batch(self, data, workflow, should_accept_fn, **asked):
         assert self.is_head
         return make_batch(data)
 
@@ -140,6 +141,26 @@ def test_a_whole_batch_is_that_of_rank_0(ranks, folder):
     results = dict(ranks(2).run(coordinate, folder, False, 1))
     for step, want in enumerate([[0, 1, 2, 3], [4, 5, 6, 7], [20, 21, 22]]):
         assert sorted(results[0][step] + results[1][step]) == sorted(2 * want)
+
+
+def take_dynamic_batch(folder):
+    actor = make_actor(folder)
+    try:
+        rollout = Rollout(actor.mesh.rank)
+        asked = {"workflow": object, "workflow_kwargs": {"a": 1}, "group_size": 2}
+        batch = ScriptCoordinator(rollout, actor).prepare_batch(
+            Loader(list(range(8)), 4), granularity=2, dynamic_bs=True, **asked
+        )
+        if rollout.is_head:
+            assert rollout.asked == {**asked, "should_accept_fn": None}
+        return batch["row"].tolist()
+    finally:
+        actor.destroy()
+
+
+def test_every_replica_has_a_group_of_a_dynamic_batch(ranks, folder):
+    results = ranks(2).run(take_dynamic_batch, folder)
+    assert sorted(results) == [[0, 0], [1, 1]]
 
 
 def train_save_load(folder, out, dtype):

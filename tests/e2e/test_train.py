@@ -117,6 +117,35 @@ def test_the_same_run_whichever_way_the_weights_take(tp2_run, tmp_path, way):
             assert row[key] == want[key], key
 
 
+def test_a_dynamic_batch_is_what_was_accepted(tmp_path, monkeypatch):
+    """Prompts whose samples all have the same reward are left out, and no others asked."""
+    (tmp_path / "choosing.py").write_text(
+        "def is_mixed(trajectory):\n    return trajectory['rewards'].unique().numel() > 1\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    run = Run(
+        "train",
+        *SYNCHRONOUS,
+        "actor.parallel.tp=1",
+        "evaluator.at_start=false",
+        "evaluator.at_end=false",
+        "dynamic_bs=true",
+        "rollout.should_accept_fn=choosing:is_mixed",
+        root=tmp_path,
+    )
+    assert run.wait() == 0, run.text()
+    accepted = 0
+    for step, row in enumerate(run.steps(), start=1):
+        counts = row["rollout/accepted"], row["rollout/rejected/filtered"]
+        assert sum(counts) == 16 * step
+        assert all(counts)
+        samples = row["ppo_actor/n_seqs"]
+        assert samples == load(run.folder / "config.yaml").gconfig.n_samples * (
+            counts[0] - accepted
+        )
+        accepted = counts[0]
+
+
 def kill_server(run, index):
     """All processes of a server of a run, at once."""
     commands = {pid: c for pid, c in run.processes().items() if "guard.py" not in c}

@@ -116,9 +116,29 @@ def test_a_batch_of_which_all_are_rejected_is_passed_over(eta):
     run(main)
 
 
-@pytest.mark.parametrize("is_dynamic", [False, True])
+def test_rejected_episodes_are_replaced_while_too_few_were_accepted():
+    async def main():
+        engine, executor = pool()
+        rows, workflow = Rows(4), Judged(lambda i: i % 4 == 0)
+        batch = await executor.prepare(rows, workflow, is_dynamic=True, fewest=2)
+        assert rewards(batch) == [0, 4]
+        assert sorted(workflow.born) == list(range(7))  # 4, 5 and 6 for 1, 2 and 3
+        engine.version += 1
+        executor.admit()
+        assert rewards(await executor.prepare(rows, workflow, is_dynamic=True)) == [8]
+        for fewest in (0, 5):
+            with pytest.raises(ValueError, match=f"fewest: expected 1 to 4 episodes, got {fewest}"):
+                await executor.prepare(rows, workflow, is_dynamic=True, fewest=fewest)
+        await executor.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("is_dynamic", "fewest"), [(False, 1), (True, 1), (True, 3)], ids=["fixed", "dynamic", "least"]
+)
 @pytest.mark.parametrize("eta", [0, 1, 3])
-def test_no_episode_is_trained_on_beyond_the_bound(is_dynamic, eta):
+def test_no_episode_is_trained_on_beyond_the_bound(is_dynamic, fewest, eta):
     """Rejections and lengths of every kind; batches are in order of submission."""
 
     async def main():
@@ -126,8 +146,9 @@ def test_no_episode_is_trained_on_beyond_the_bound(is_dynamic, eta):
         workflow = Judged(lambda i: i * 7919 % 5 > 1, delay=lambda i: i * 31 % 17)
         rows, taken = Rows(4), []
         for _ in range(40):
-            batch = rewards(await executor.prepare(rows, workflow, is_dynamic=is_dynamic))
-            assert 1 <= len(batch) <= 4
+            episodes = await executor.prepare(rows, workflow, is_dynamic=is_dynamic, fewest=fewest)
+            batch = rewards(episodes)
+            assert fewest <= len(batch) <= 4
             assert is_dynamic or len(batch) == 4
             assert batch == sorted(batch)
             assert all(0 <= engine.version - workflow.born[i] <= eta for i in batch)

@@ -374,6 +374,28 @@ def test_evaluation_is_outside_of_the_bound_and_in_row_order(make_engine):
         engine.rollout_batch(rows, Broken())
 
 
+class Counted(Echo):
+    """How many of it run at one time, at most."""
+
+    now = most = 0
+
+    async def arun_episode(self, engine, data):
+        self.now += 1
+        self.most = max(self.most, self.now)
+        try:
+            return await super().arun_episode(engine, data)
+        finally:
+            self.now -= 1
+
+
+@pytest.mark.parametrize(("limit", "most"), [(None, 9), (2, 2)])
+def test_an_evaluation_has_no_more_episodes_at_a_time_than_training(make_engine, limit, most):
+    engine, workflow = make_engine(max_concurrent_rollouts=limit), Counted()
+    batch = engine.rollout_batch([{"value": i} for i in range(9)], workflow)
+    assert batch["rewards"].tolist() == list(range(9))
+    assert workflow.most == most
+
+
 def test_finished_trajectories_are_dumped(make_engine, tmp_path):
     engine = make_engine(batch_size=2, dump_dir=tmp_path)
     engine.prepare_batch(Rows(2), Echo())
