@@ -151,8 +151,9 @@ def plan(
         env |= nccl_settings()
     if ports:
         env["MEGARL_SERVER_ADDRS"] = ",".join(f"127.0.0.1:{port}" for port in ports)
-    if servers and _restarts(config, program):
-        env["MEGARL_RESTARTS"] = str(_requests(run_dir).absolute())
+    if servers:
+        again = _restarts(config, program) > 0
+        env["MEGARL_RESTARTS"] = str(_requests(run_dir).absolute()) if again else ""
     if script is not None and config.actor.init_from_scratch:
         env["MEGARL_SERVERS_WITHOUT_WEIGHTS"] = "1"
     argv = [sys.executable, "-m", f"megarl.{program}", str(run_dir), *arguments]

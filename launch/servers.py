@@ -2,9 +2,9 @@
 
 A server that ends before it was ever up is a mistake of the run, and ends it. One that was up is
 started again with the same command, so often as the config says, and later each time that it did
-not come up; the trainer gives it weights when it is back. Who asks it for tokens and gets none can
-have it started again, too: a file in `requests` whose name is its port, see
-megarl/rollout/restarts.py.
+not come up; after an hour without trouble the count begins anew. The trainer gives it weights when
+it is back. Who asks it for tokens and gets none can have it started again, too: a file in
+`requests` whose name is its port, see megarl/rollout/restarts.py.
 """
 
 import socket
@@ -19,18 +19,21 @@ _PROBE_S = 1.0
 _SICK_GRACE_S = 2.0
 """From SIGTERM to SIGKILL of a server that does not answer."""
 _LONGEST_DELAY_S = 30.0
+_WELL_S = 3600.0
+"""A server that was up for so long may be started again as often as a new one."""
 
 
 class _Slot:
     """The place of one server, whichever process has it."""
 
     def __init__(self, process: Process, restarts: int) -> None:
-        self.process, self.restarts_left = process, restarts
+        self.process = process
+        self.restarts = self.restarts_left = restarts
         self.num_failed_starts = 0
         """In a row: it ended before it was up."""
         self.was_up = False
-        self.is_up = False
-        """The process that has the place now was."""
+        self.up_since_s: float | None = None
+        """Of the process that has the place now."""
         self.start_at_s: float | None = None
         """When it is to be started again; None while it runs."""
         self.is_given_up = False
@@ -68,8 +71,9 @@ class Servers:
         if now >= self._next_probe_s:
             self._next_probe_s = now + _PROBE_S
             for slot in self._slots:
-                if not slot.is_up and slot.start_at_s is None and _listens(slot.process):
-                    slot.is_up = slot.was_up = True
+                is_new = slot.up_since_s is None and slot.start_at_s is None
+                if is_new and _listens(slot.process):
+                    slot.up_since_s, slot.was_up = now, True
                     slot.num_failed_starts = 0
             self._take_requests()
         for slot in self._slots:
@@ -91,11 +95,14 @@ class Servers:
         return None
 
     def _plan_restart(self, slot: _Slot, code: int) -> None:
+        now = time.monotonic()
+        if slot.up_since_s is not None and now - slot.up_since_s > _WELL_S:
+            slot.restarts_left = slot.restarts
         if slot.restarts_left:
             delay_s = min(_LONGEST_DELAY_S, 2.0**slot.num_failed_starts)
-            slot.num_failed_starts += not slot.is_up
-            slot.is_up = False
-            slot.start_at_s = time.monotonic() + delay_s
+            slot.num_failed_starts += slot.up_since_s is None
+            slot.up_since_s = None
+            slot.start_at_s = now + delay_s
             what = f"; it is started again in {delay_s:g} s"
         else:
             slot.is_given_up = True
@@ -118,7 +125,8 @@ class Servers:
             return
         for path in self._requests.iterdir():
             path.unlink()
-            sick = [s.process for s in self._slots if s.is_up and str(s.process.port) == path.name]
+            up = [slot.process for slot in self._slots if slot.up_since_s is not None]
+            sick = [process for process in up if str(process.port) == path.name]
             stop_all([p for p in sick if p.started and p.poll() is None], _SICK_GRACE_S)
 
 

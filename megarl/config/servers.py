@@ -60,7 +60,8 @@ class InferenceEngineConfig:
     token_timeout_s: float = 120.0
     """A server that has requests and makes no token for so long is dead."""
     server_restarts: int = 8
-    """How often each server that died is started again, in training; 0 is never."""
+    """How often each server that died is started again, in training; 0 is never. The count of one
+    that was up for an hour begins anew."""
     dump_to_file: bool = False
     """Write finished trajectories to `RUN/rollout/VERSION/TASK.jsonl`."""
 

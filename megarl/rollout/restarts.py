@@ -13,13 +13,23 @@ from urllib.parse import urlsplit
 logger = logging.getLogger(__name__)
 
 FOLDER_ENV = "MEGARL_RESTARTS"
-"""Set by a launcher that starts servers again."""
+"""Set by a launcher that starts the servers; empty if it does not start them again."""
 
 
 def folder() -> Path | None:
-    """Where requests go; None if nobody starts servers again."""
+    """Where requests go; None if no launcher starts servers again."""
     named = os.environ.get(FOLDER_ENV)
     return Path(named) if named else None
+
+
+def are_elsewhere() -> bool:
+    """Whether somebody else than a launcher of this run starts and ends the servers."""
+    return FOLDER_ENV not in os.environ
+
+
+def comeback_s(setup_timeout_s: float) -> float:
+    """How long a run without servers waits for one; 0 where nobody starts them again."""
+    return setup_timeout_s if are_elsewhere() or folder() is not None else 0.0
 
 
 def ask_for_restart(address: str) -> None:

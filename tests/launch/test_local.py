@@ -60,6 +60,18 @@ def test_ranks_know_each_other_and_the_servers(rl):
         assert server.env["FROM_THE_USER"] == "1"
 
 
+def test_ranks_know_whether_a_launcher_starts_servers_again(rl):
+    """And that a launcher has them, where it does not: nobody else brings one back."""
+    never = replace(rl, rollout=replace(rl.rollout, server_restarts=0))
+    for config, program, named in (
+        (rl, "train", str((RUN_DIR / "logs" / "restarts").absolute())),
+        (never, "train", ""),
+        (rl, "evaluate", ""),
+    ):
+        _, ranks = plan(config, program, RUN_DIR, CPU)
+        assert ranks[0].env["MEGARL_RESTARTS"] == named
+
+
 @pytest.mark.parametrize("program", ["train", "script"])
 def test_servers_of_somebody_else_are_not_started(rl, program, monkeypatch):
     script = Path("s.py") if program == "script" else None
