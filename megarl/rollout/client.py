@@ -11,7 +11,7 @@ import asyncio
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import aiohttp
 
@@ -19,12 +19,16 @@ from megarl.config.schema import GenerationHyperparameters
 from megarl.errors import EngineError, EngineTimeout
 from megarl.rollout.api import GenerateChunk, ModelRequest
 
+T = TypeVar("T")
 PauseMode = Literal["keep", "abort"]
 CONTROL_TIMEOUT_S = 60.0
 _FIRST_RETRY_DELAY_S = 0.5
 _KEEP_ALIVE_S = 3.0  # vLLM's servers close an idle connection after 5
 _MAX_ERROR_CHARS = 500
-_FIRST_SERVER_ERROR = 500
+_OK = 200
+_FAULTS_OF_A_REQUEST = (400, 413, 422)
+"""Statuses that any server would answer; each other one is of this server, or of what is at its
+address."""
 _MAX_ANSWER_BYTES = 1 << 26
 """A token with its logprob is about 100 bytes."""
 
@@ -68,31 +72,44 @@ class ServerClient(ABC):
 
         Raises:
           ValueError: there is nothing to continue, or no token to ask for.
-          EngineError: the server failed, or its answer is not one.
+          ServerFailed: the server failed, or its answer is not one.
+          EngineError: the request was refused, or there was no answer.
         """
         delay_s = _FIRST_RETRY_DELAY_S
+        was_sent = False
         for tries_left in reversed(range(self.retries + 1)):
             try:
                 chunk = await self._generate(request, gconfig, remaining)
                 break
-            except ConnectionBroken:
+            except ConnectionBroken as error:
+                was_sent |= error.was_sent
                 if not tries_left:
-                    raise
+                    raise ConnectionBroken(str(error), was_sent=was_sent) from error
                 self.num_retries += 1
                 await asyncio.sleep(delay_s)
                 delay_s *= 2
         if len(chunk.tokens) > remaining:
-            raise EngineError(
-                f"{self.address}: {len(chunk.tokens)} tokens came, asked for {remaining}"
+            raise ServerFailed(
+                f"{self.address}: {len(chunk.tokens)} tokens came, asked for {remaining}", _OK
             )
         return chunk
 
-    def _read(self, parse: Callable[..., GenerateChunk], *arguments: Any) -> GenerateChunk:
-        """`parse(*arguments)`, an answer of this server; its error names it, and is short."""
+    def _read(self, parse: Callable[..., T], *arguments: Any) -> T:
+        """`parse(*arguments)`, of an answer of this server.
+
+        Raises:
+          Refused: it says that the request is wrong.
+          ServerFailed: it is none.
+        """
         try:
             return parse(*arguments)
+        except Refused as error:
+            raise refusal(f"{self.address}: {error}"[:_MAX_ERROR_CHARS], error.status) from error
         except EngineError as error:
-            raise EngineError(f"{self.address}: {str(error)[:_MAX_ERROR_CHARS]}") from error
+            why = str(error)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            why = f"not an answer: {error!r}"
+        raise ServerFailed(f"{self.address}: {why[:_MAX_ERROR_CHARS]}", _OK)
 
     @abstractmethod
     async def _generate(
@@ -127,11 +144,17 @@ class ServerClient(ABC):
 
     @abstractmethod
     async def check_engine(self, timeout_s: float) -> None:
-        """Returns once the engine has made a token, for whomever. Not of a paused server.
+        """Returns once the engine has made a token for anybody. Of a server that has requests
+        and is not paused.
 
         Raises:
           EngineError: it has made none within `timeout_s`, or the server failed.
         """
+
+    @abstractmethod
+    async def make_token(self, timeout_s: float) -> None:
+        """Returns once the engine has made a token, for us if for nobody else. EngineError: see
+        check_engine."""
 
     # ------------------------------------------------------------------ weights
 
@@ -229,20 +252,22 @@ class ServerClient(ABC):
                 async for part in response.content.iter_any():
                     body += part
                     if len(body) > _MAX_ANSWER_BYTES:
-                        raise EngineError(f"{asked}: more than {_MAX_ANSWER_BYTES} bytes")
+                        raise ServerFailed(f"{asked}: more than {_MAX_ANSWER_BYTES} bytes", _OK)
         except TimeoutError as error:
             raise EngineTimeout(f"{asked}: no answer within {timeout_s:g} s") from error
         except aiohttp.ClientError as error:
-            raise ConnectionBroken(f"{asked}: {error!r}") from error
-        if response.status != 200:
-            kind = ServerFailed if response.status >= _FIRST_SERVER_ERROR else Refused
-            raise kind(f"{asked}: status {response.status}: {_reason(body)}", response.status)
+            was_sent = not isinstance(error, aiohttp.ClientConnectorError)
+            raise ConnectionBroken(f"{asked}: {error!r}", was_sent=was_sent) from error
+        if response.status != _OK:
+            text = f"{asked}: status {response.status}: {_reason(body)}"
+            raise refusal(text, response.status)
         if as_text:
             return body.decode(errors="replace")
         try:
             return json.loads(body) if body else None
         except (ValueError, RecursionError) as error:
-            raise EngineError(f"{asked}: not JSON: {str(error)[:_MAX_ERROR_CHARS]}") from error
+            text = f"{asked}: not JSON: {str(error)[:_MAX_ERROR_CHARS]}"
+            raise ServerFailed(text, _OK) from error
 
     def _session(self, keep_alive: bool) -> aiohttp.ClientSession:
         """Made in the running loop, at the first request of its kind."""
@@ -261,9 +286,14 @@ class ServerClient(ABC):
 class ConnectionBroken(EngineError):
     """No connection, or it ended before the answer."""
 
+    def __init__(self, text: str, *, was_sent: bool = True) -> None:
+        super().__init__(text)
+        self.was_sent = was_sent
+        """Whether there was a connection, so that the server may have got the request."""
+
 
 class Refused(EngineError):
-    """A status other than 200."""
+    """A status other than 200, or an answer that is none."""
 
     def __init__(self, text: str, status: int) -> None:
         super().__init__(text)
@@ -271,7 +301,12 @@ class Refused(EngineError):
 
 
 class ServerFailed(Refused):
-    """A status of 500 or above: another server may well answer."""
+    """The server's own fault: another one may well answer."""
+
+
+def refusal(text: str, status: int) -> Refused:
+    """The error of an answer with this status."""
+    return (Refused if status in _FAULTS_OF_A_REQUEST else ServerFailed)(text, status)
 
 
 def _reason(body: bytearray) -> str:

@@ -22,6 +22,7 @@ from megarl.rollout import workflow_context
 from megarl.rollout.api import AcceptFn, GenerationEngine, RolloutWorkflow, Row
 from megarl.rollout.conform import conform
 from megarl.rollout.episode_log import Task, dump_episode, trace_episode
+from megarl.rollout.failures import Failures
 from megarl.rollout.finished import Finished, as_batch
 from megarl.rollout.staleness import StalenessManager
 from megarl.rollout.workflow_context import WorkflowContext
@@ -29,9 +30,6 @@ from megarl.stats import trace
 from megarl.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
-
-MAX_CONSECUTIVE_FAILURES = 32
-"""Episodes that may fail one after another, with no success, before the run is given up."""
 
 
 class Prompts(Protocol):
@@ -66,8 +64,7 @@ class WorkflowExecutor:
         self._arrived = asyncio.Event()
         self._next_task_id = 0
         self._paused = False
-        self._failures: Counter[str] = Counter()
-        self._failures_in_a_row = 0
+        self._failures = Failures(staleness.max_concurrent_rollouts)
         self._bug: BaseException | None = None
 
     # ------------------------------------------------------------------ admission
@@ -115,7 +112,7 @@ class WorkflowExecutor:
             "rejected": counts.rejected,
             "spent": self.staleness.spent - len(rejected),
             "rejected_before": [bisect.bisect(pending, i) for i in rejected],
-            "failures": dict(self._failures),
+            "failures": dict(self._failures.reasons),
             "pending": [(self._rows[i], self._finished.accepted.get(i)) for i in pending],
         }
 
@@ -140,7 +137,7 @@ class WorkflowExecutor:
             rejected=state["rejected"],
             spent=state.get("spent", 0),
         )
-        self._failures.update(state["failures"])
+        self._failures.reasons.update(state["failures"])
         for place in range(len(pending) + 1):
             for _ in range(rejected_before[place]):
                 self._finished.rejected.add(self._take_id())
@@ -205,34 +202,20 @@ class WorkflowExecutor:
             version = self._engine.get_version()
             answer = await task.workflow.arun_episode(self._engine, task.data)
             if answer is None:
-                self._failures["workflow returned None"] += 1
+                self._failures.reasons["workflow returned None"] += 1
                 return None
             trajectory = conform(answer, version)
             if task.should_accept is not None and not task.should_accept(trajectory):
-                self._failures["filtered"] += 1
+                self._failures.reasons["filtered"] += 1
                 return None
         except Exception as error:  # noqa: BLE001 - an episode is the user's code: it is counted
-            self._count_failure(error)
+            self._failures.on_error(error, is_eval=task.is_eval)
             return None
-        self._failures_in_a_row = 0
+        if not task.is_eval:
+            self._failures.on_success()
         if self._dump_dir is not None:
             await asyncio.to_thread(dump_episode, self._dump_dir, task, trajectory)
         return trajectory
-
-    def _count_failure(self, error: Exception) -> None:
-        while isinstance(error, ExceptionGroup):  # a task group's: the cause is inside
-            error = error.exceptions[0]
-        kind = type(error).__name__
-        self._failures[kind] += 1
-        self._failures_in_a_row += 1
-        if self._failures[kind] == 1:
-            logger.warning("episode rejected: %s: %s", kind, error, exc_info=error)
-        if self._failures_in_a_row >= MAX_CONSECUTIVE_FAILURES and self._bug is None:
-            self._bug = EngineError(
-                f"the last {self._failures_in_a_row} episodes all failed, the last with "
-                f"{kind}: {error}"
-            )
-            self._bug.__cause__ = error
 
     # ------------------------------------------------------------------ results
 
@@ -326,9 +309,9 @@ class WorkflowExecutor:
     async def an_episode_ended(self) -> None:
         """Waits for the next end of any episode. EngineError if they do nothing but fail."""
         self._arrived.clear()
-        if self._bug is not None:
-            bug, self._bug = self._bug, None
-            raise bug
+        bug, self._bug = self._bug, None
+        if error := bug or self._failures.take_error():
+            raise error
         await self._arrived.wait()
 
     async def run_all(
@@ -371,7 +354,9 @@ class WorkflowExecutor:
         results = [task.result() for task in running]
         num_failed = sum(trajectory is None for trajectory in results)
         if num_failed == len(rows):
-            raise EngineError(f"none of {len(rows)} episodes succeeded: {dict(self._failures)}")
+            raise EngineError(
+                f"none of {len(rows)} episodes succeeded: {dict(self._failures.reasons)}"
+            )
         if num_failed:
             logger.warning("%d of %d episodes gave nothing", num_failed, len(rows))
         return results
@@ -385,7 +370,7 @@ class WorkflowExecutor:
             "accepted": counts.accepted,
             "rejected": counts.rejected,
         }
-        rejected = {f"rejected/{reason}": n for reason, n in self._failures.items()}
+        rejected = {f"rejected/{reason}": n for reason, n in self._failures.reasons.items()}
         return {name: float(value) for name, value in (stats | rejected).items()}
 
     async def close(self) -> None:

@@ -7,12 +7,14 @@ one it goes to is `megarl.rollout.router`'s to say. Everything here runs in the 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
 
 from megarl.config.schema import GenerationHyperparameters
 from megarl.errors import EngineError
-from megarl.rollout.api import NO_VERSION, GenerateChunk, ModelRequest
+from megarl.rollout.api import GenerateChunk, ModelRequest
 from megarl.rollout.client import ConnectionBroken, ServerClient, ServerFailed
+from megarl.rollout.health import NoTokens, StartedAgain, check_dead, check_up
 from megarl.rollout.router import BLOCK_TOKENS, Router
 from megarl.rollout.server_state import UP, Server, State
 
@@ -23,20 +25,14 @@ UNHEALTHY_LIMIT_S = 30.0
 """A server without one good answer to /health for so long is dead."""
 DRAIN_LIMIT_S = 120.0
 """What a draining server has not answered by then is asked of another one."""
+UNHEALTHY_CHECKS = 3
+"""And not without so many bad ones: one may be late because this loop was."""
 MAX_FAILED_ANSWERS = 8
-"""A server whose answers are errors of its own, so many in a row, is dead."""
+"""A server whose answers to so many requests in a row are errors of its own is dead."""
 _MAX_TRIES = 3
-"""Servers that may fail in one request before it is the request that is wrong."""
+"""Servers that may fail, or die, in one request before it is the request that is wrong."""
 _FIRST_USUAL_TOKENS = 512.0
 _USUAL_WEIGHT = 0.02
-
-
-class _NoTokens(EngineError):
-    """A server that answers, and makes no tokens."""
-
-
-class _StartedAgain(EngineError):
-    """A server that was READY and knows nothing of a push."""
 
 
 class Fleet:
@@ -51,6 +47,8 @@ class Fleet:
       members: the addresses of the servers there should be, asked again and again; None leaves
         the fleet as it is.
       connect: the client of an address.
+      takes_back: nobody ends a server that died and is still there, such as after a network that
+        was gone for a while: it is taken back once it makes a token.
     """
 
     def __init__(
@@ -60,8 +58,9 @@ class Fleet:
         comeback_s: float = 0.0,
         on_lost: Callable[[str], None] = lambda address: None,
         token_timeout_s: float = 120.0,
-        members: Callable[[], Awaitable[list[str]]] | None = None,
+        members: Callable[[], Coroutine[Any, Any, list[str]]] | None = None,
         connect: Callable[[str], ServerClient] | None = None,
+        takes_back: bool = False,
     ) -> None:
         if not clients:
             raise ValueError("a rollout engine needs at least one server")
@@ -71,6 +70,8 @@ class Fleet:
         self._token_timeout_s = token_timeout_s
         self._members, self._connect = members, connect
         self._members_error = ""
+        self._asked_members: asyncio.Task[list[str]] | None = None
+        self._takes_back = takes_back
         self._usual_tokens = _FIRST_USUAL_TOKENS
         """Of an answer, a running mean."""
         self._left: list[ServerClient] = []
@@ -85,7 +86,7 @@ class Fleet:
     def clients(self) -> list[ServerClient]:
         """Of the servers that new weights go to."""
         gets_weights = (State.STALE, State.READY)
-        return [client for client, s in self._servers.items() if s.state in gets_weights]
+        return [server.client for server in self._all() if server.state in gets_weights]
 
     def state_of(self, client: ServerClient) -> State:
         """DEAD of one that is not here: it left, or came back under another client."""
@@ -95,12 +96,16 @@ class Fleet:
     @property
     def needs_weights(self) -> bool:
         """Whether requests wait for servers that are up to be given weights."""
-        states = {server.state for server in self._servers.values()}
+        states = {server.state for server in self._all()}
         return State.READY not in states and State.STALE in states
 
     def num_in(self, state: State) -> int:
         """Servers of this state."""
-        return sum(server.state is state for server in self._servers.values())
+        return sum(server.state is state for server in self._all())
+
+    def _all(self) -> list[Server]:
+        """As they are now, for other threads as well."""
+        return list(self._servers.values())
 
     async def close(self) -> None:
         """Close all connections."""
@@ -116,12 +121,14 @@ class Fleet:
         """See ServerClient.generate. What a lost server was asked for is asked of another one.
 
         Raises:
-          EngineError: the server refused, or several failed in this request; or the last one is
-            gone, and no other will come.
+          EngineError: the request was refused; several servers failed, or died, while they had
+            it; or the last one is gone, and no other will come.
         """
         failed: list[Server] = []
+        num_lost = 0
         while True:
-            await self._some_ready.wait()
+            while not self._some_ready.is_set():  # it may be cleared again before this goes on
+                await self._some_ready.wait()
             cost = len(request.input_ids) + min(remaining, self._usual_tokens)
             server = self._choose(request, cost, failed)
             answer = asyncio.ensure_future(server.client.generate(request, gconfig, remaining))
@@ -134,39 +141,43 @@ class Fleet:
                 task = asyncio.current_task()
                 if server.state is not State.DEAD or (task is not None and task.cancelling()):
                     raise
-                continue
+                num_lost += server.is_lost
             except ServerFailed as error:
-                server.num_failed += 1
-                if server.state is not State.READY:
-                    continue
-                failed.append(server)
-                if server.num_failed >= MAX_FAILED_ANSWERS:
-                    self.drop(server.client, f"{server.num_failed} errors in a row: {error}")
-                elif len(failed) >= _MAX_TRIES:
-                    raise
-                continue
-            except EngineError as error:
+                server.failed.add(request.rid)
                 if server.state is State.READY:
-                    if not isinstance(error, ConnectionBroken):
+                    failed.append(server)
+                    if len(server.failed) >= MAX_FAILED_ANSWERS:
+                        self.drop(server.client, f"{len(server.failed)} failed requests: {error}")
+                    if len(failed) >= _MAX_TRIES:
                         raise
+            except ConnectionBroken as error:
+                num_lost += error.was_sent
+                if server.state is State.READY:
                     self.drop(server.client, str(error))
-                continue
+            except EngineError:
+                if server.state is State.READY:
+                    raise
+            else:
+                self._learn(server, request, chunk)
+                server.record(request, chunk, started_s)
+                return chunk
             finally:
                 server.running.discard(answer)
                 server.outstanding_tokens -= cost
-            self._learn(server, request, chunk)
-            server.record(request, chunk, started_s)
-            return chunk
+            if num_lost >= _MAX_TRIES:
+                raise EngineError(
+                    f"request {request.rid}: {num_lost} servers died while they had it"
+                )
 
     def _choose(self, request: ModelRequest, cost: float, failed: list[Server]) -> Server:
-        ready = [s for s in self._servers.values() if s.state is State.READY]
+        ready = [server for server in self._all() if server.state is State.READY]
         others = [server for server in ready if server not in failed]
         loads = {server: server.outstanding_tokens for server in others or ready}
         return self._router.choose(request.rid, request.input_ids, cost, loads)
 
     def _learn(self, server: Server, request: ModelRequest, chunk: GenerateChunk) -> None:
         server.last_answer_s = time.monotonic()
-        server.num_failed = 0
+        server.failed.clear()
         self._usual_tokens += _USUAL_WEIGHT * (len(chunk.tokens) - self._usual_tokens)
         if len(request.input_ids) + len(chunk.tokens) >= BLOCK_TOKENS:
             self._router.learn(server, request.input_ids + chunk.tokens)
@@ -186,6 +197,7 @@ class Fleet:
             raise EngineError(f"no server is left: {why}")
         logger.warning("server %s is lost: %s", client.address, why)
         server.set_state(State.DEAD, why)
+        server.is_lost = True
         self.num_lost += 1
         self._abandon(server)
         self._on_lost(client.address)
@@ -205,7 +217,7 @@ class Fleet:
         """From now on the servers of these addresses: others are added, or drained."""
         assert self._connect is not None, "nobody can add to this fleet"
         wanted = {client.address: client for client in map(self._connect, addresses)}
-        for server in list(self._servers.values()):
+        for server in self._all():
             if wanted.pop(server.client.address, None) is None:
                 self._drain(server)
             elif server.state is State.DRAINING:
@@ -238,10 +250,10 @@ class Fleet:
             answer.cancel()
 
     def _comes_back(self, server: Server) -> None:
-        """As another process. Who had asked the one before must ask again: another client."""
+        """Mostly as another process. Who had asked it before must ask again: another client."""
         del self._servers[server.client]
         self._left.append(server.client)
-        server.state = State.DEAD
+        server.state, server.is_lost = State.DEAD, True
         self._abandon(server)
         client = server.client.again()
         self._servers[client] = again = Server(client, State.STARTING)
@@ -249,7 +261,7 @@ class Fleet:
         logger.warning("server %s is up again", client.address)
 
     def _update(self) -> None:
-        states = {server.state for server in self._servers.values()}
+        states = {server.state for server in self._all()}
         if State.READY in states:
             self._some_ready.set()
         else:
@@ -270,12 +282,12 @@ class Fleet:
         Returns:
           the error, once all have been dead for too long.
         """
-        for server in self._servers.values():
+        for server in self._all():
             server.last_good_s = time.monotonic()
         try:
             while True:
-                await self._ask_for_members()
-                for server in list(self._servers.values()):
+                self._look_at_members()
+                for server in self._all():
                     try:
                         self._look_at(server)
                     except EngineError as none_left:
@@ -288,22 +300,26 @@ class Fleet:
                         return EngineError(f"no server has come back for {dead_s:.0f} s")
                 await asyncio.sleep(HEALTH_INTERVAL_S)
         finally:
-            for server in self._servers.values():
-                if server.check is not None:
-                    server.check.cancel()
+            for task in (*(server.check for server in self._all()), self._asked_members):
+                if task is not None:
+                    task.cancel()
 
-    async def _ask_for_members(self) -> None:
+    def _look_at_members(self) -> None:
+        """Take the answer that has come, and ask again."""
         if self._members is None:
             return
-        try:
-            addresses = await self._members()
-        except EngineError as error:
-            if str(error) != self._members_error:  # the fleet stays as it is
-                logger.warning("%s", error)
-            self._members_error = str(error)
-            return
-        self._members_error = ""
-        self.set_members(addresses)
+        asked = self._asked_members
+        if asked is not None and asked.done():
+            try:
+                self.set_members(asked.result())
+                self._members_error = ""
+            except EngineError as error:
+                if str(error) != self._members_error:  # the fleet stays as it is
+                    logger.warning("%s", error)
+                self._members_error = str(error)
+        if asked is None or asked.done():
+            members = self._members()
+            self._asked_members = asyncio.create_task(members, name="rollout.servers")
 
     def _look_at(self, server: Server) -> None:
         """Judge by the check that has ended, and begin the next one."""
@@ -320,48 +336,34 @@ class Fleet:
             server.check = asyncio.create_task(self._check(server), name="health")
 
     async def _check(self, server: Server) -> EngineError | None:
-        client, num_pauses = server.client, server.client.num_pauses
-        try:
-            await client.health(timeout_s=2 * HEALTH_INTERVAL_S)
-            if server.state is not State.READY or client.is_paused:
-                return None
-            if server.was_ill and await client.weight_version() == NO_VERSION:
-                return _StartedAgain("it has no weights of a push")
-            quiet_s = time.monotonic() - server.last_answer_s
-            if not server.running or quiet_s < HEALTH_INTERVAL_S:
-                return None
-        except EngineError as error:
-            return error
-        try:
-            await client.check_engine(self._token_timeout_s)
-        except EngineError as error:
-            if client.is_paused or client.num_pauses != num_pauses:
-                return None  # it makes none then, and that is no fault of it
-            return _NoTokens(f"no token for {self._token_timeout_s:g} s: {error}")
-        return None
+        is_to_be_taken_back = server.state is State.DEAD and self._takes_back
+        check = check_dead if is_to_be_taken_back else check_up
+        return await check(server, HEALTH_INTERVAL_S, self._token_timeout_s)
 
     def _judge(self, server: Server, error: EngineError | None) -> None:
         if error is None:
-            server.last_good_s, server.was_ill = time.monotonic(), False
-            if server.state is State.DEAD and server.was_silent:
+            server.last_good_s = time.monotonic()
+            if not server.client.is_paused:  # else nobody looked whether it was started again
+                server.num_ill = 0
+            if server.state is State.DEAD and (server.was_silent or self._takes_back):
                 self._comes_back(server)
             elif server.state is State.STARTING:
                 server.set_state(State.STALE)
                 logger.info("server %s is up and waits for weights", server.client.address)
             self._update()
             return
-        server.was_ill = True
+        server.num_ill += 1
         if server.state is State.DEAD:
             server.was_silent = True
         elif server.client.is_paused and server.client.health_needs_tokens:
             # SGLang 0.5.23 makes a token to say that it is well. Who paused it notices its end.
             server.last_good_s = time.monotonic()
-        elif isinstance(error, _StartedAgain):
+        elif isinstance(error, StartedAgain):
             self._comes_back(server)
             self._update()
-        elif isinstance(error, _NoTokens):
+        elif isinstance(error, NoTokens):
             self.drop(server.client, str(error))
         elif server.state is not State.STARTING:
             silent_s = time.monotonic() - server.last_good_s
-            if silent_s > UNHEALTHY_LIMIT_S:
+            if silent_s > UNHEALTHY_LIMIT_S and server.num_ill >= UNHEALTHY_CHECKS:
                 self.drop(server.client, f"not healthy for {silent_s:.0f} s: {error}")

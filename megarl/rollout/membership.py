@@ -49,13 +49,10 @@ def named_servers(source: str | None, timeout_s: float) -> list[str]:
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            if addresses := asyncio.run(read_servers(source)):
-                return addresses
-            why = f"rollout.servers: {source} names no server"
+            return asyncio.run(read_servers(source))
         except EngineError as error:
-            why = str(error)
-        if time.monotonic() > deadline:
-            raise EngineError(f"{why}, for {timeout_s:g} s")
+            if time.monotonic() > deadline:
+                raise EngineError(f"{error}, for {timeout_s:g} s") from error
         time.sleep(_POLL_S)
 
 
@@ -63,7 +60,8 @@ async def read_servers(source: str) -> list[str]:
     """The addresses that `source` names now, each once, in its order.
 
     Raises:
-      EngineError: it cannot be read, or names something else than `[ENGINE://]HOST:PORT`.
+      EngineError: it cannot be read, or names something else than `[ENGINE://]HOST:PORT`, or
+        nothing, as a file does that is being written.
     """
     try:
         async with asyncio.timeout(READ_TIMEOUT_S):
@@ -75,7 +73,9 @@ async def read_servers(source: str) -> list[str]:
     except (OSError, ValueError) as error:
         raise EngineError(f"rollout.servers: {source}: {error}") from error
     lines = (line.partition("#")[0].strip() for line in text.splitlines())
-    return list(dict.fromkeys(_checked(line, source) for line in lines if line))
+    if addresses := list(dict.fromkeys(_checked(line, source) for line in lines if line)):
+        return addresses
+    raise EngineError(f"rollout.servers: {source} names no server")
 
 
 async def _resolved(source: str) -> list[str]:
@@ -87,11 +87,12 @@ async def _resolved(source: str) -> list[str]:
 
 
 def _checked(line: str, source: str) -> str:
-    address = urlsplit(line if "://" in line else f"http://{line}")
     try:
+        address = urlsplit(line if "://" in line else f"http://{line}")
         is_address = bool(address.hostname and address.port)
-    except ValueError:
+        is_address &= address.scheme in ("http", "vllm", "sglang")
+    except ValueError:  # as of a bracket that is not closed
         is_address = False
-    if not is_address or address.scheme not in ("http", "vllm", "sglang"):
+    if not is_address:
         raise EngineError(f"rollout.servers: {source}: {line!r} is not [ENGINE://]HOST:PORT")
     return line

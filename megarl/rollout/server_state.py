@@ -39,12 +39,14 @@ class Server:
         self.outstanding_tokens = 0.0
         self.last_answer_s = self.last_good_s = time.monotonic()
         self.draining_since_s = 0.0
-        self.num_failed = 0
-        """Answers in a row that were errors of its own."""
+        self.failed: set[str] = set()
+        """Ids of requests whose answers were errors of its own, since its last good one."""
+        self.is_lost = False
+        """It died; what left the fleet did not."""
         self.was_silent = False
         """Since it is dead: it has gone, so an answer is that of another process."""
-        self.was_ill = False
-        """Its last check failed, so it may have been started again since."""
+        self.num_ill = 0
+        """Checks in a row that failed: it may have been started again since."""
         self.check: asyncio.Task[EngineError | None] | None = None
 
     def set_state(self, state: State, why: str = "") -> None:

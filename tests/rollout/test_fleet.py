@@ -3,78 +3,14 @@
 import asyncio
 
 import pytest
+from scripted_fleet import LIMIT_S, arrived, ask, run, until
 
-from megarl.config.schema import GenerationHyperparameters
-from megarl.errors import EngineError, EngineTimeout
+from megarl.errors import EngineError
 from megarl.rollout import fleet as fleet_module
-from megarl.rollout.api import NO_VERSION, GenerateChunk, ModelRequest
+from megarl.rollout.api import NO_VERSION
 from megarl.rollout.client import ConnectionBroken, ServerFailed
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.server_state import State
-
-LIMIT_S = 60.0
-
-
-class Client:
-    """Answers when `gate` is open; `error` is raised instead."""
-
-    def __init__(self, name):
-        self.address = name
-        self.gate = asyncio.Event()
-        self.gate.set()
-        self.error: EngineError | None = None
-        self.health_error: EngineError | None = None
-        self.asked: list[str] = []
-        self.version = 3
-        self.num_pauses, self.is_paused = 0, False
-        self.is_stuck = False
-        self.health_needs_tokens = False
-        self.checked = self.closed = 0
-
-    async def generate(self, request, gconfig, remaining):
-        self.asked.append(request.rid)
-        if self.error is not None:
-            raise self.error
-        await self.gate.wait()
-        return GenerateChunk([1], [-1.0], [0], self.address)
-
-    def again(self):
-        return Client(self.address)
-
-    async def health(self, timeout_s):
-        if self.health_error is not None:
-            raise self.health_error
-
-    async def weight_version(self):
-        return self.version
-
-    async def check_engine(self, timeout_s):
-        self.checked += 1
-        if self.is_stuck:
-            raise EngineTimeout("no answer")
-
-    async def close(self):
-        self.closed += 1
-
-
-def run(test, **options):
-    """A coroutine function of (fleet, clients a and b), in a loop of its own."""
-
-    async def main():
-        clients = [Client("a"), Client("b")]
-        await asyncio.wait_for(test(Fleet(clients, **options), *clients), LIMIT_S)
-
-    asyncio.run(main())
-
-
-async def ask(fleet, rid):
-    request = ModelRequest(input_ids=[1], rid=rid)
-    return (await fleet.generate(request, GenerationHyperparameters(), 1)).stop_reason
-
-
-async def arrived(client, count):
-    while len(client.asked) < count:  # noqa: ASYNC110
-        await asyncio.sleep(0)
 
 
 def test_requests_are_spread_and_return_to_their_server():
@@ -156,17 +92,6 @@ def test_a_refusal_is_an_error_of_the_request():
         assert fleet.clients == [a, b]
 
     run(test)
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    monkeypatch.setattr(fleet_module, "HEALTH_INTERVAL_S", 0.01)
-    monkeypatch.setattr(fleet_module, "UNHEALTHY_LIMIT_S", 0.2)
-
-
-async def until(condition):
-    while not condition():  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
 
 
 def test_a_server_that_stays_unhealthy_is_dropped(quick):
@@ -319,7 +244,7 @@ def test_a_server_that_was_started_again_unseen_waits_for_weights(quick):
     async def test(fleet, a, b):
         watch = asyncio.create_task(fleet.watch())
         a.health_error = EngineError("refused")
-        await until(lambda: fleet._servers[a].was_ill)
+        await until(lambda: fleet._servers[a].num_ill)
         a.version, a.health_error = NO_VERSION, None
         await until(lambda: a not in fleet.clients)
         assert [fleet.state_of(client) for client in fleet.clients] == [State.READY, State.STALE]
@@ -328,114 +253,6 @@ def test_a_server_that_was_started_again_unseen_waits_for_weights(quick):
         watch.cancel()
 
     run(test)
-
-
-async def request_under_way(fleet, client):
-    """A request that `client`, the first to be asked, answers once its gate is open."""
-    client.gate.clear()
-    asked = asyncio.create_task(ask(fleet, "r0"))
-    await arrived(client, 1)
-    return asked
-
-
-def members_of(names):
-    """Options of a fleet whose members are those of the list `names`, whenever it is asked."""
-
-    async def members():
-        if isinstance(names[0], Exception):
-            raise names[0]
-        return list(names)
-
-    return {"members": members, "connect": Client}
-
-
-def test_servers_are_added_and_wait_for_weights(quick):
-    names = ["a", "b"]
-
-    async def test(fleet, a, b):
-        watch = asyncio.create_task(fleet.watch())
-        names.append("c")
-        await until(lambda: len(fleet.clients) == 3)
-        c = fleet.clients[2]
-        assert fleet.state_of(c) is State.STALE
-        assert [await ask(fleet, f"r{i}") for i in range(9)].count("c") == 0
-        fleet.refitted([c])
-        a.gate.clear()
-        b.gate.clear()
-        running = [asyncio.create_task(ask(fleet, f"n{i}")) for i in range(3)]
-        await arrived(c, 1)
-        a.gate.set()
-        b.gate.set()
-        assert sorted(await asyncio.gather(*running)) == ["a", "b", "c"]
-        watch.cancel()
-
-    run(test, **members_of(names))
-
-
-def test_a_server_that_is_to_go_answers_what_it_has(quick):
-    names = ["a", "b"]
-
-    async def test(fleet, a, b):
-        watch = asyncio.create_task(fleet.watch())
-        first = await request_under_way(fleet, a)
-        names.remove("a")
-        await until(lambda: fleet.state_of(a) is State.DRAINING)
-        assert fleet.clients == [b]  # it needs no new weights
-        assert [await ask(fleet, "r0"), await ask(fleet, "r1")] == ["b", "b"]
-        a.gate.set()
-        assert await first == "a"
-        await until(lambda: a.closed)
-        assert fleet.state_of(a) is State.DEAD
-        assert fleet.num_lost == 0
-        watch.cancel()
-
-    run(test, **members_of(names))
-
-
-def test_a_server_that_does_not_come_to_an_end_is_left(quick, monkeypatch):
-    monkeypatch.setattr(fleet_module, "DRAIN_LIMIT_S", 0.1)
-    names = ["a", "b"]
-
-    async def test(fleet, a, b):
-        watch = asyncio.create_task(fleet.watch())
-        first = await request_under_way(fleet, a)
-        names.remove("a")
-        assert await first == "b"
-        watch.cancel()
-
-    run(test, **members_of(names))
-
-
-def test_a_server_that_is_named_again_while_it_drains_waits_for_weights(quick):
-    names = ["a", "b"]
-
-    async def test(fleet, a, b):
-        watch = asyncio.create_task(fleet.watch())
-        first = await request_under_way(fleet, a)
-        names.remove("a")
-        await until(lambda: fleet.state_of(a) is State.DRAINING)
-        names.append("a")
-        await until(lambda: fleet.state_of(a) is State.STALE)
-        a.gate.set()
-        assert await first == "a"
-        watch.cancel()
-
-    run(test, **members_of(names))
-
-
-def test_a_list_that_cannot_be_read_changes_nothing(quick, caplog):
-    names = [EngineError("rollout.servers: servers.txt: no such file"), "a", "b"]
-
-    async def test(fleet, a, b):
-        watch = asyncio.create_task(fleet.watch())
-        await until(lambda: "no such file" in caplog.text)
-        assert fleet.clients == [a, b]
-        del names[0]
-        del names[1]
-        await until(lambda: fleet.clients == [a])
-        watch.cancel()
-
-    run(test, **members_of(names))
 
 
 def test_closing_a_fleet_closes_every_client():

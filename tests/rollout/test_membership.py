@@ -27,7 +27,9 @@ def test_a_name_has_addresses():
     assert "127.0.0.1:8000" in read("dns://localhost:8000")
 
 
-@pytest.mark.parametrize("line", ["h", "h:x", "h:99999", "ftp://h:1", ":80", "http://"])
+@pytest.mark.parametrize(
+    "line", ["h", "h:x", "h:99999", "ftp://h:1", ":80", "http://", "[fe80::1:80"]
+)
 def test_what_is_no_address_is_told(tmp_path, line):
     path = tmp_path / "servers.txt"
     path.write_text(f"h:1\n{line}\n")
@@ -40,6 +42,9 @@ def test_what_cannot_be_read_is_told(tmp_path):
         read(tmp_path / "nothing.txt")
     with pytest.raises(EngineError, match=r"rollout.servers: dns://no-such-name.invalid:1: "):
         read("dns://no-such-name.invalid:1")
+    (tmp_path / "empty").write_text("")  # as seen while it is written
+    with pytest.raises(EngineError, match=r"rollout.servers: .*empty names no server"):
+        read(tmp_path / "empty")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     with pytest.raises(EngineError, match=r"rollout.servers: .*binary: .*decode"):
         read(tmp_path / "binary")

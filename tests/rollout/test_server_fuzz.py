@@ -25,6 +25,7 @@ from misbehaving_server import (
 
 from megarl.errors import EngineError, EngineTimeout
 from megarl.rollout.api import GenerateChunk
+from megarl.rollout.client import Refused, ServerFailed
 
 
 @each_form
@@ -95,6 +96,33 @@ REPLIES = {
 @pytest.mark.parametrize("reply", REPLIES.values(), ids=REPLIES)
 def test_what_is_no_answer_is_a_short_error_that_names_the_server(form, reply):
     assert isinstance(ask(form, says(reply), timeout_s=20.0), EngineError)
+
+
+FAULTS = {
+    "a status of 400": (http(b"{}", status="400 Bad"), False),
+    "a body too large to ask": (http(b"{}", status="413 Much"), False),
+    "a wrong key": (http(b"{}", status="401 Who"), True),
+    "another page": (http(HTML, content_type="text/html"), True),
+    "too many of us": (http(b"", status="429 Slow"), True),
+    "an engine that died": (http(b"", status="500 Oops"), True),
+    "an empty object": (http(b"{}"), True),
+}
+
+
+@each_form
+@pytest.mark.parametrize(("reply", "is_servers"), FAULTS.values(), ids=FAULTS)
+def test_whose_fault_an_answer_is(form, reply, is_servers):
+    """What is the server's own fault is asked of another one."""
+    error = ask(form, says(reply))
+    assert isinstance(error, Refused)
+    assert isinstance(error, ServerFailed) == is_servers
+
+
+@each_form
+def test_logprobs_of_nan_are_the_servers_fault(form):
+    text = form.encode(form.valid).replace(b"-1.25", b"NaN")
+    assert b"NaN" in text
+    assert isinstance(ask(form, says(http(text))), ServerFailed)
 
 
 @each_form

@@ -151,31 +151,39 @@ def test_a_server_without_the_route_is_asked_by_another(vllm_pair, models, make_
         engine.run(ask(engine, 24, seed=7, ignore_eos=True), TIMEOUT_S) for _ in range(2)
     )
     assert first.output_tokens == second.output_tokens
-    assert engine.run(client._request("GET", "/metrics", timeout_s=60.0, as_text=True), TIMEOUT_S)
-    for _ in range(3):  # by its own token, or by the counter
-        engine.run(client.check_engine(60.0), TIMEOUT_S)
+    engine.run(client.make_token(60.0), TIMEOUT_S)
     pusher.close()
 
 
-def test_an_engine_that_hangs_is_noticed(vllm_pair, models, make_engine, tmp_path):
+def test_an_engine_that_hangs_is_noticed(vllm_pair, models, make_engine, tmp_path, monkeypatch):
     """Its HTTP process goes on: /health is good, and no token comes."""
+    monkeypatch.setattr("megarl.rollout.backends.vllm._COUNTER_POLL_S", 0.2)
     engine = make_engine([vllm_pair[0].address])
     pusher = make_pusher(engine, tmp_path / "weights", "keep")
     pusher.push(named_weights(models[1]), 1)
     (client,) = engine.clients
-    engine.run(client.check_engine(60.0), TIMEOUT_S)
-    made = client._num_tokens_made
+    made = engine.run(client._tokens_made(60.0), TIMEOUT_S)
+    engine.run(client.make_token(60.0), TIMEOUT_S)
     engine.run(ask(engine, 24, ignore_eos=True), TIMEOUT_S)
-    engine.run(client.check_engine(60.0), TIMEOUT_S)
-    assert client._num_tokens_made == made + 1 + 24  # the probe's own and the request's
+    assert engine.run(client._tokens_made(60.0), TIMEOUT_S) == made + 1 + 24
+
+    async def check_while_it_is_asked():
+        check = asyncio.create_task(client.check_engine(60.0))
+        while not check.done():
+            await ask(engine, 24, ignore_eos=True)
+        await check
+
+    engine.run(check_while_it_is_asked(), TIMEOUT_S)
     engine.pause_generation("keep")  # an engine that makes no tokens
     try:
         engine.run(client.health(60.0), TIMEOUT_S)
-        with pytest.raises(EngineTimeout, match="POST /inference/v1/generate: no answer within 2"):
+        with pytest.raises(EngineTimeout, match="no token within 2 s"):
             engine.run(client.check_engine(2.0), TIMEOUT_S)
+        with pytest.raises(EngineTimeout, match="POST /inference/v1/generate: no answer within 2"):
+            engine.run(client.make_token(2.0), TIMEOUT_S)
     finally:
         engine.continue_generation()
-    engine.run(client.check_engine(60.0), TIMEOUT_S)
+    engine.run(client.make_token(60.0), TIMEOUT_S)
     pusher.close()
 
 

@@ -10,6 +10,7 @@ weights, under version -1 until a push succeeds. `command` needs the plugin of
 megarl/bridge/engines/sglang.py.
 """
 
+import asyncio
 import json
 import logging
 import time
@@ -27,6 +28,7 @@ from megarl.rollout.client import (
     PauseMode,
     ServerClient,
     ServerFailed,
+    refusal,
     results_of,
 )
 
@@ -36,6 +38,7 @@ GENERATE_PATH = "/generate"
 COMMAND_PREFIX = "megarl:"
 """Of an action of /weights_checker that is a command of ours, in JSON."""
 
+_RETRY_DELAY_S = 0.5
 _ALL_TOKENS = GenerationHyperparameters().top_k
 _PAUSE_MODES: dict[PauseMode, str] = {
     # Requests wait, and compute their KV cache again. (in_place would keep it: 5 nats off.)
@@ -71,8 +74,10 @@ class SGLangClient(ServerClient):
         await self._post("/continue_generation", {}, timeout_s)
 
     async def check_engine(self, timeout_s: float) -> None:
-        # Asks for a token of its own and takes anybody's; gives up by itself, after 20 s if
-        # SGLANG_HEALTH_CHECK_TIMEOUT says nothing else.
+        await self.make_token(timeout_s)  # anybody's token will do for that route
+
+    async def make_token(self, timeout_s: float) -> None:
+        # Gives up by itself, after 20 s if SGLANG_HEALTH_CHECK_TIMEOUT says nothing else.
         deadline = time.monotonic() + timeout_s
         while True:
             left_s = deadline - time.monotonic()
@@ -82,19 +87,22 @@ class SGLangClient(ServerClient):
             except ServerFailed:
                 if time.monotonic() > deadline:
                     raise
+            await asyncio.sleep(_RETRY_DELAY_S)
 
     async def world_size(self, timeout_s: float = CONTROL_TIMEOUT_S) -> int:
         answer = await self._request("GET", "/server_info", timeout_s=timeout_s)
-        if answer["pp_size"] > 1 or answer["dp_size"] > 1:
+        sizes = self._read(lambda: [int(answer[f"{name}_size"]) for name in ("tp", "pp", "dp")])
+        tp, pp, dp = sizes
+        if pp > 1 or dp > 1:
             raise EngineError(
-                f"{self.address}: a server of pp {answer['pp_size']} and dp {answer['dp_size']}; "
+                f"{self.address}: a server of pp {pp} and dp {dp}; "
                 "SGLang brings new weights to tensor-parallel workers only"
             )
-        return int(answer["tp_size"])
+        return tp
 
     async def weight_version(self, timeout_s: float = CONTROL_TIMEOUT_S) -> int:
         answer = await self._request("GET", "/model_info", timeout_s=timeout_s)
-        return parse_version(answer["weight_version"])
+        return self._read(lambda: parse_version(answer["weight_version"]))
 
     async def set_version(self, version: int, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         # SGLang's default would end all requests.
@@ -114,7 +122,7 @@ class SGLangClient(ServerClient):
         action = COMMAND_PREFIX + json.dumps({"name": name, "arguments": arguments})
         answer = await self._post("/weights_checker", {"action": action}, timeout_s)
         # Several schedulers may answer for one server: the first speaks for all workers.
-        answers, _ = json.JSONDecoder().raw_decode(answer["message"])
+        answers = self._read(lambda: json.JSONDecoder().raw_decode(answer["message"])[0])
         return results_of(self.address, name, answers)
 
     async def has_agent(self, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
@@ -265,7 +273,7 @@ def parse_generate(answer: Any) -> GenerateChunk:
         versions = token_versions(meta.get("weight_versions") or [], len(tokens))
         finish = meta["finish_reason"]
         if finish["type"] == "abort" and (status := finish.get("status_code")) is not None:
-            raise EngineError(f"status {status}: {finish.get('message')}")
+            raise refusal(f"status {status}: {finish.get('message')}", status)
         logprobs, named = [entry[0] for entry in scored], [entry[1] for entry in scored]
         chunk = checked_chunk(tokens, logprobs, versions, finish["type"])
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:

@@ -7,10 +7,11 @@ and with the version of the weights that sampled it.
 
 import asyncio
 import logging
+import time
 from typing import Any
 
 from megarl.config.schema import GenerationHyperparameters
-from megarl.errors import EngineError
+from megarl.errors import EngineError, EngineTimeout
 from megarl.rollout.api import NO_VERSION, GenerateChunk, ModelRequest
 from megarl.rollout.backends.answers import checked_chunk, parse_version, token_versions
 from megarl.rollout.client import (
@@ -28,6 +29,7 @@ COMPLETIONS_PATH = "/v1/completions"
 
 _NO_SUCH_ROUTE = (403, 404)
 _TOKENS_MADE = "vllm:generation_tokens_total"
+_COUNTER_POLL_S = 5.0
 _ALL_TOKENS = GenerationHyperparameters().top_k
 
 
@@ -47,7 +49,6 @@ class VLLMClient(ServerClient):
         """Of all tokens until the next pause; where answers name none."""
         self._resumed = asyncio.Event()
         self._resumed.set()
-        self._num_tokens_made: float | None = None
 
     async def _generate(
         self, request: ModelRequest, gconfig: GenerationHyperparameters, remaining: int
@@ -83,7 +84,8 @@ class VLLMClient(ServerClient):
         models = await self._request("GET", "/v1/models", timeout_s=CONTROL_TIMEOUT_S)
         if self._names_versions:
             logger.warning("%s; %s is used instead", error, COMPLETIONS_PATH)
-        self._model, self._names_versions = models["data"][0]["id"], False
+        self._model = self._read(lambda: str(models["data"][0]["id"]))
+        self._names_versions = False
 
     async def _pause(self, mode: PauseMode, timeout_s: float) -> None:
         self._resumed.clear()
@@ -96,13 +98,22 @@ class VLLMClient(ServerClient):
         await self._request("POST", "/resume", timeout_s=timeout_s)
 
     async def check_engine(self, timeout_s: float) -> None:
-        # A token of our own would wait behind all that is queued: the counter first. A server
-        # without one (`--disable-log-stats`) cannot be told from one that is only busy.
-        before = self._num_tokens_made
+        # By its counter: a token of our own would wait behind all that is queued. A server without
+        # one (`--disable-log-stats`) cannot be told from one that is only busy.
+        deadline = time.monotonic() + timeout_s
+        first = made = await self._tokens_made(timeout_s)
+        while made is not None and made == first:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise EngineTimeout(f"{self.address}: no token within {timeout_s:g} s")
+            await asyncio.sleep(min(left_s, _COUNTER_POLL_S))
+            made = await self._tokens_made(timeout_s)
+
+    async def _tokens_made(self, timeout_s: float) -> float | None:
         text = await self._request("GET", "/metrics", timeout_s=timeout_s, as_text=True)
-        self._num_tokens_made = tokens_made(text)
-        if self._num_tokens_made is None or (before is not None and self._num_tokens_made > before):
-            return
+        return self._read(tokens_made, text)
+
+    async def make_token(self, timeout_s: float) -> None:
         request = ModelRequest(input_ids=[0])
         payload = generate_payload(request, GenerationHyperparameters(greedy=True), 1)
         path = GENERATE_PATH
@@ -112,16 +123,17 @@ class VLLMClient(ServerClient):
 
     async def world_size(self, timeout_s: float = CONTROL_TIMEOUT_S) -> int:
         answer = await self._request("GET", "/get_world_size", timeout_s=timeout_s)
-        return int(answer["world_size"])
+        return self._read(lambda: int(answer["world_size"]))
 
     async def weight_version(self, timeout_s: float = CONTROL_TIMEOUT_S) -> int:
         answer = await self._request("GET", "/weight_info", timeout_s=timeout_s)
-        return parse_version(answer["weight_version"])
+        return self._read(lambda: parse_version(answer["weight_version"]))
 
     async def set_version(self, version: int, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         await self._request(
             "POST", "/update_weight_version", {"new_version": str(version)}, timeout_s=timeout_s
         )
+        self._version = None
 
     async def load_from_disk(self, path: str, version: int, timeout_s: float) -> None:
         # `--load-format dummy` also governs a reload, and its loader reads no files (vLLM 0.32:
@@ -142,8 +154,12 @@ class VLLMClient(ServerClient):
     async def has_agent(self, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
         # Not by trying a command: a method that is not there raises in every worker.
         answer = await self._request("GET", "/server_info?config_format=json", timeout_s=timeout_s)
-        transfer = answer["vllm_config"].get("weight_transfer_config") or {}
-        return bool(transfer.get("backend") == "megarl")
+
+        def is_ours() -> bool:
+            transfer = answer["vllm_config"].get("weight_transfer_config") or {}
+            return bool(transfer.get("backend") == "megarl")
+
+        return self._read(is_ours)
 
     # ------------------------------------------------------------------ gathered broadcast
 
@@ -210,8 +226,7 @@ class VLLMClient(ServerClient):
         answer = await self._request(
             "POST", "/collective_rpc", {"method": method, "kwargs": kwargs}, timeout_s=timeout_s
         )
-        answers: list[Any] = answer["results"]
-        return answers
+        return self._read(lambda: list(answer["results"]))
 
 
 def generate_payload(
