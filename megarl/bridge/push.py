@@ -210,6 +210,7 @@ class Pusher:
                     is_paused = True
                 with trace.phase("send", trace.PUSH_PHASES, version=version):
                     num_bytes = self.sender.send(version)
+                is_paused = False  # if one cannot go on, the others have: they stop again
                 with trace.phase("resume", trace.PUSH_PHASES, version=version):
                     self._together("resume the servers", self._resume_all)
                     self._together("go on", self._declare_ready)

@@ -141,6 +141,7 @@ class ShardedSender:
 
     def abandon(self, timeout_s: float) -> dict[ServerClient, EngineError]:
         self.close()
+        self._needs.clear()  # a server may have been started again, and its client not know it
         begun, self._has_begun = self._has_begun, False
 
         async def end(client: ServerClient) -> None:
@@ -198,6 +199,7 @@ class ShardedSender:
 
     def _trace_the_new(self, clients: list[ServerClient]) -> None:
         """Ask those that have not been asked; a server that comes again is another client."""
+        self._needs = {client: self._needs[client] for client in clients if client in self._needs}
         named = self._weights.named
         tensors = [[name, shape, dtype] for name, (dtype, shape) in named.items()]
         assert self._members.pool is not None, "rank 0 alone"

@@ -111,6 +111,9 @@ def test_a_server_that_refuses_and_is_well_is_named(servers, path):
     assert fakes[1].asked.count(path) == 2  # once more, for all were well
     assert loop.clients[1].address == fakes[1].address
     assert not loop.dropped
+    if path == "/resume":  # the other one had gone on: it stops again before it gets anything
+        again = fakes[0].asked[fakes[0].asked.index("/resume") :]
+        assert again.index("/pause") < again.index(UPDATE)
 
     fakes[1].failing.clear()
     pusher.push(some_weights(1), 2)

@@ -425,8 +425,8 @@ def test_a_dead_server_ends_what_waits_for_it(make_engine, server, monkeypatch):
     engine = make_engine(batch_size=1)
     engine.start_health_watch()
     assert engine.prepare_batch(Rows(1), Echo())["rewards"].tolist() == [0.0]
-    engine.set_version(1)
     server.status, server.hangs_next = 503, True
+    engine.set_version(1)  # the next episode starts
     with pytest.raises(EngineError, match=r"not healthy for .*status 503"):
         engine.prepare_batch(Rows(1), Echo())
 
