@@ -257,7 +257,8 @@ class WorkflowExecutor:
           fewest: of a dynamic batch; while fewer were accepted, rejected ones are replaced.
 
         Raises:
-          ValueError: `fewest` is less than 1 or more than a batch has.
+          ValueError: `fewest` is less than 1 or more than a batch has; or all that may start at
+            this version was taken before.
           EngineError: episodes do nothing but fail.
         """
         count = self.staleness.consumer_batch_size
@@ -274,7 +275,16 @@ class WorkflowExecutor:
             elif self.is_ready(count):
                 return self._take(count)
             else:
+                self._check_that_episodes_may_come()
                 await self.an_episode_ended()
+
+    def _check_that_episodes_may_come(self) -> None:
+        version = self._engine.get_version()
+        if not self._episodes and not self._paused and self.staleness.capacity(version) <= 0:
+            raise ValueError(
+                f"every batch that may start at version {version} was taken: "
+                f"set_version({version + 1}) comes before the next"
+            )
 
     def _set_dynamic(self, is_dynamic: bool) -> None:
         if self._is_dynamic and not is_dynamic:

@@ -197,6 +197,25 @@ def test_rejected_places_survive_a_restart():
     run(main)
 
 
+@pytest.mark.parametrize("eta", [0, 2])
+def test_a_batch_more_than_a_version_has_is_an_error(eta):
+    """Nobody could bring the next version: who would do it waits for the batch."""
+
+    async def main():
+        engine, executor = pool(eta=eta)
+        rows, workflow = Rows(4), Judged(lambda i: i % 4 < 2)
+        for _ in range(eta + 1):
+            await executor.prepare(rows, workflow)
+        with pytest.raises(ValueError, match=r"at version 0 was taken: set_version\(1\) comes"):
+            await executor.prepare(rows, workflow)
+        engine.version = 1
+        executor.admit()
+        await executor.prepare(rows, workflow)
+        await executor.close()
+
+    run(main)
+
+
 def test_fixed_batches_after_dynamic_ones_are_full():
     async def main():
         engine, executor = pool(eta=1)
