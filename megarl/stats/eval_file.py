@@ -114,7 +114,7 @@ def table(evaluation: Evaluation) -> str:
     if evaluation.num_failed:
         lines.append(failed_line(evaluation))
     if not evaluation.pass_at:
-        lines.append("no pass@k: a prompt has more rows than samples, as agents with turns have")
+        lines.append("no pass@k: a prompt has more rows than samples")
     return "\n".join(lines)
 
 

@@ -76,8 +76,8 @@ class Evaluation:
     def pass_at(self) -> dict[int, Estimate]:
         """pass@k for k = 1, 2, 4, ... <= n.
 
-        None at all if a prompt has more rows than n: these are the turns of an agent, and which
-        of them make up one sample is not known.
+        None at all if a prompt has more rows than n: which of a workflow's rows make up one
+        sample is not known.
         """
         if any(len(prompt.rewards) > self.n_samples for prompt in self.prompts):
             return {}
@@ -182,7 +182,9 @@ def share_estimate(values: Sequence[float]) -> Estimate:
     m = mean * (1 - mean) / se**2 if se > 0 else float(len(values))
     centre = (mean + _Z**2 / (2 * m)) / (1 + _Z**2 / m)
     half = _Z * math.sqrt(mean * (1 - mean) / m + _Z**2 / (4 * m**2)) / (1 + _Z**2 / m)
-    return Estimate(mean, se, max(0.0, centre - half), min(1.0, centre + half))
+    # Wilson's holds the mean, but for the last bit of centre - half.
+    low, high = min(mean, centre - half), max(mean, centre + half)
+    return Estimate(mean, se, max(0.0, low), min(1.0, high))
 
 
 def compare(before: Evaluation, after: Evaluation) -> tuple[int, dict[str, Estimate]]:

@@ -187,9 +187,14 @@ def test_an_altered_history_is_another_conversation():
     assert "hello!<|im_end|>" in altered
 
 
+REFUSES_MARKS = (
+    "{{ raise_exception('no') if messages[1].content[:6] == 'answer' }}{{ messages[1:] }}"
+)
+CANNOT_GO_ON = "{% if messages | length > 1 %}" + REFUSES_MARKS + "{% endif %}x"
+
+
 def test_a_template_that_cannot_go_on_is_counted_and_tokenised_again():
-    strict = "{{ raise_exception('no') if messages[1].content[:6] == 'answer' }}{{ messages[1:] }}"
-    tokenizer = make_tokenizer("{% if messages | length > 1 %}" + strict + "{% endif %}x")
+    tokenizer = make_tokenizer(CANNOT_GO_ON)
 
     async def agent(client, session):
         create = client.chat.completions.create
@@ -200,6 +205,26 @@ def test_a_template_that_cannot_go_on_is_counted_and_tokenised_again():
     _, session = run(ScriptedEngine("hello$"), agent, tokenizer=tokenizer)
     assert session.num_retokenised == 1
     assert [c.parent for c in session.completions] == [None, None]
+
+
+def test_a_template_that_cannot_go_on_is_told_once_whatever_sessions_it_has(caplog):
+    tokenizer = make_tokenizer(CANNOT_GO_ON)
+
+    async def main():
+        async with serving(ScriptedEngine("hello$"), tokenizer=tokenizer) as proxy:
+            for _ in range(3):
+                async with client_of(proxy, proxy.open_session()) as client:
+                    create = client.chat.completions.create
+                    chat = [question("hi")]
+                    chat += [(await create(model="m", messages=chat)).choices[0].message]
+                    await create(model="m", messages=[*chat, question("so")])
+
+    asyncio.run(main())
+    told = [r.getMessage() for r in caplog.records if r.name.startswith("megarl")]
+    assert [text.split()[:4] for text in told] == [
+        ["the", "chat", "template", "cannot"],
+        ["3", "conversations", "were", "tokenised"],
+    ]
 
 
 def test_choices_are_recorded_each_and_gone_on_from():

@@ -10,7 +10,7 @@ from proxy_agents import EOS, TOKENIZER, ScriptedEngine, make_tokenizer, sampled
 
 from megarl.rollout.api import ModelResponse
 from megarl.rollout.proxy.export import export, turn_returns
-from megarl.rollout.proxy.messages import Message, Setting
+from megarl.rollout.proxy.messages import Message, Setting, ToolCall
 from megarl.rollout.proxy.session import Completion, Session
 from megarl.rollout.proxy.template import ChatTemplate
 
@@ -127,6 +127,30 @@ def test_rewards_go_back_over_turns(turns, returns, rows):
     assert [found[c] for c in session.completions] == returns
     assert export(session, "turns", 0.5)["rewards"].tolist() == returns
     assert export(session, "concat", 0.5)["rewards"].tolist() == rows
+
+
+def test_choices_of_which_one_cannot_be_written_are_not_recorded():
+    """At some depths the call's JSON can be read here, but not written again."""
+    setting, chat = Setting(), [Message("user", "x")]
+    refused = 0
+    for depth in range(850, 1000):
+        deep = ToolCall("id", "add", '{"a": ' + "[" * depth + "]" * depth + "}")
+        session = made_session()
+        choices = [
+            Completion("id", i, 0, None, ModelResponse([1], [EOS], [-1.0], [0]), message, "")
+            for i, message in enumerate(
+                [Message("assistant", "a"), Message("assistant", "", tool_calls=(deep,))]
+            )
+        ]
+        try:
+            session.record(choices, setting, chat)
+        except RecursionError:
+            refused += 1
+            assert session.completions == []
+            assert session.longest_history(setting, [*chat, choices[0].message]) == (None, -1)
+        else:
+            assert session.completions == choices
+    assert refused
 
 
 def test_what_cannot_be_exported_is_named():

@@ -1,7 +1,10 @@
 """The proxy's server: keys, limits, sessions over HTTP, and clients that are wrong or slow."""
 
 import asyncio
+import gzip
 import json
+import socket
+import zlib
 
 import aiohttp
 import openai
@@ -188,6 +191,72 @@ def test_an_idle_session_makes_room():
         assert (await post(http, proxy, CHAT, idle.api_key, json=ASK))[0] == 401
 
     with_proxy(check, limits=Limits(max_sessions=2, idle_timeout_s=60))
+
+
+def test_an_idle_session_ends_while_nothing_else_happens():
+    async def check(proxy, http):
+        session = proxy.open_session(is_from_http=True)
+        assert await proxy.next_ended(120) is session
+        assert session.is_ended
+
+    with_proxy(check, limits=Limits(idle_timeout_s=0.05))
+
+
+def test_a_client_that_does_not_read_loses_its_connection():
+    """Its answer is larger than all buffers: the server cannot end it, and says nothing else."""
+    body = json.dumps(ASK | {"stream": True, "logprobs": True, "n": 64}).encode()
+
+    async def check(proxy, http):
+        session, loop = proxy.open_session(), asyncio.get_running_loop()
+        host, port = proxy.base_url.removeprefix("http://").split(":")
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+        key = f"Authorization: Bearer {session.api_key}\r\n\r\n"
+        with socket.socket() as client:
+            client.setblocking(False)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            await loop.sock_connect(client, (host, int(port)))
+            await loop.sock_sendall(client, (head + key).encode() + body)
+            while not session.completions or proxy._runner.server.connections:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)  # the proxy tells nobody
+            assert session.num_requests == 0
+            read = bytearray()
+            try:
+                while part := await loop.sock_recv(client, 1 << 20):
+                    read += part
+            except ConnectionResetError:
+                pass
+        assert read.startswith(b"HTTP/1.1 200")
+        assert read.count(b"HTTP/1.1") == 1
+        assert b"data: [DONE]" not in read
+
+    with_proxy(check, ScriptedEngine("a " * 1500 + "$"), limits=Limits(client_timeout_s=0.2))
+
+
+@pytest.mark.parametrize(
+    ("encoding", "encode"),
+    [("gzip", gzip.compress), ("deflate", zlib.compress), ("Identity", bytes)],
+)
+def test_bodies_may_be_encoded(encoding, encode):
+    async def check(proxy, http):
+        headers = bearer(proxy.open_session().api_key) | {"Content-Encoding": encoding}
+        body = encode(json.dumps(ASK).encode())
+        async with http.post(proxy.base_url + CHAT, headers=headers, data=body) as answer:
+            assert answer.status == 200
+
+    with_proxy(check)
+
+
+@pytest.mark.parametrize(("path", "kind"), [(CHAT, None), ("/v1/messages", "error")])
+def test_an_encoding_that_is_not_known_is_told_in_the_apis_form(path, kind):
+    async def check(proxy, http):
+        headers = bearer(proxy.open_session().api_key) | {"Content-Encoding": "br"}
+        async with http.post(proxy.base_url + path, headers=headers, data=b"\x0b") as answer:
+            told = await answer.json()
+        assert (answer.status, told.get("type")) == (415, kind)
+        assert told["error"]["type"] == "invalid_request_error"
+        assert "only gzip and deflate, got 'br'" in told["error"]["message"]
+
+    with_proxy(check)
 
 
 def test_a_slow_client_is_given_up():

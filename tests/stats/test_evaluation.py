@@ -6,7 +6,7 @@ import random
 import statistics
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megarl.stats.evaluation import (
@@ -120,6 +120,7 @@ def test_the_means_interval_holds_the_truth_as_often_as_it_says():
 
 
 @given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=2, max_size=40))
+@example([0.0] * 5)
 def test_a_shares_interval_stays_in_0_to_1_and_has_a_width(values):
     found = share_estimate(values)
     assert 0.0 <= found.low <= found.value <= found.high <= 1.0

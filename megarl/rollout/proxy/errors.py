@@ -11,6 +11,7 @@ _TYPES = {
     408: "timeout_error",
     409: "conflict_error",
     413: "request_too_large",
+    415: "invalid_request_error",
     429: "rate_limit_error",
 }
 """By HTTP status; anything else is an `api_error`. OpenAI and Anthropic share these names."""

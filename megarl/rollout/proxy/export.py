@@ -47,6 +47,20 @@ def export(session: Session, style: ExportStyle = "turns", gamma: float = 1.0) -
     return concat_padded(rows) if rows else None
 
 
+def export_run(session: Session, style: ExportStyle) -> Trajectory:
+    """One row for all of it, the last completion's: for an evaluation, to which a run is a sample.
+
+    Its reward is R of the first turn without a discount: the sum of what was set, if no turn has
+    several choices. Something was sampled.
+    """
+    returns = turn_returns(session.completions, 1.0)
+    first = min(c.turn for c in session.completions)
+    worth = [returns[c] for c in session.completions if c.turn == first]
+    last = session.completions[-1]
+    trained = _path(last) if style == "concat" else [last]
+    return _row(trained, sum(worth) / len(worth))
+
+
 def turn_returns(completions: list[Completion], gamma: float) -> dict[Completion, float]:
     """R of each completion; see the module."""
     turns: dict[int, list[Completion]] = {}

@@ -118,8 +118,7 @@ async def complete(session: Session, ask: Ask) -> list[Completion]:
         message = Message("assistant", said, tool_calls=calls)
         completion = Completion(request_id, index, turn, parent, response, message, text, stop)
         completions.append(completion)
-    for completion in completions:
-        session.record(completion, ask.setting, ask.messages)
+    session.record(completions, ask.setting, ask.messages)
     return completions
 
 
@@ -137,10 +136,11 @@ def _prompt(session: Session, ask: Ask) -> tuple[Completion | None, list[int]]:
         if rest is not None:
             return parent, parent.tokens + rest
         session.num_retokenised += 1
-        if session.num_retokenised == 1:
+        session.counts.num_retokenised += 1
+        if session.counts.num_retokenised == 1:
             logger.warning(
                 "the chat template cannot go on from an answer: the conversation is tokenised "
-                "again, and trained as another one"
+                "again, and trained as another one (later ones are not told)"
             )
     return None, session.template.prompt(ask.setting, ask.messages)
 

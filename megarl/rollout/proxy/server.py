@@ -18,7 +18,6 @@ Anthropic's, which adds `/v1/messages`.
 import asyncio
 import hashlib
 import hmac
-import json
 import logging
 import os
 from collections.abc import Awaitable, Callable
@@ -29,11 +28,12 @@ from aiohttp import web
 from megarl.config.schema import GenerationHyperparameters
 from megarl.errors import EngineError
 from megarl.rollout.api import GenerationEngine
+from megarl.rollout.proxy.bodies import read_body
 from megarl.rollout.proxy.doors import DOORS, Door
 from megarl.rollout.proxy.errors import ProxyError
 from megarl.rollout.proxy.fields import Fields
 from megarl.rollout.proxy.generate import complete
-from megarl.rollout.proxy.session import Limits, Session, ended
+from megarl.rollout.proxy.session import Counts, Limits, Session, ended
 from megarl.rollout.proxy.template import ChatTemplate
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,9 @@ class AgentProxy:
         self._ids_by_key: dict[bytes, str] = {}
         """By the key's digest: looking it up takes no time that tells of a key."""
         self._ended: asyncio.Queue[Session] = asyncio.Queue()
+        self._counts = Counts()
         self._runner: web.AppRunner | None = None
+        self._sweeper: asyncio.Task[None] | None = None
 
     # ------------------------------------------------------------------ the server
 
@@ -102,22 +104,32 @@ class AgentProxy:
             app.router.add_post(prefix + "/end", self._end)
             for door in DOORS:
                 app.router.add_post(prefix + door.path, self._handler(door))
-        # A client that goes away ends its request, and with it what was sampled for nobody.
         self._runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0
+            app,
+            access_log=None,
+            auto_decompress=False,  # see bodies
+            # A client that goes away ends its request, and with it what was sampled for nobody.
+            handler_cancellation=True,
+            shutdown_timeout=1.0,
         )
         await self._runner.setup()
         site = web.TCPSite(self._runner, self._host, self._port)
         await site.start()
         self._port = self._runner.addresses[0][1]
+        self._sweeper = asyncio.create_task(self._end_idle_ones(), name="agent-proxy-idle")
 
     async def close(self) -> None:
         """End every session and the server."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            self._sweeper = None
         for session_id in list(self._sessions):
             self.end(session_id)
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
+        if (count := self._counts.num_retokenised) > 1:
+            logger.warning("%d conversations were tokenised again and trained as others", count)
 
     @property
     def base_url(self) -> str:
@@ -144,14 +156,7 @@ class AgentProxy:
         Raises:
           ProxyError: 429, there are `max_sessions`.
         """
-        for session in list(self._sessions.values()):
-            if (
-                session.is_from_http
-                and not session.num_requests
-                and session.idle_s > self.limits.idle_timeout_s
-            ):
-                logger.warning("%s has been idle: it is ended", session.session_id)
-                self.end(session.session_id)
+        self._sweep()
         if len(self._sessions) + self._ended.qsize() >= self.limits.max_sessions:
             raise ProxyError(
                 429, f"there are {self.limits.max_sessions} sessions", code="too_many_sessions"
@@ -163,6 +168,7 @@ class AgentProxy:
             self.limits,
             may_change_sampling=may_change_sampling,
             is_from_http=is_from_http,
+            counts=self._counts,
         )
         self._sessions[session.session_id] = session
         self._ids_by_key[_digest(session.api_key)] = session.session_id
@@ -192,6 +198,23 @@ class AgentProxy:
                 f"no session opened over HTTP ended within {timeout_s} s; "
                 f"{len(self._sessions)} are live"
             ) from error
+
+    def _sweep(self) -> None:
+        for session in list(self._sessions.values()):
+            if (
+                session.is_from_http
+                and not session.num_requests
+                and session.idle_s > self.limits.idle_timeout_s
+            ):
+                logger.warning("%s has been idle: it is ended", session.session_id)
+                self.end(session.session_id)
+
+    async def _end_idle_ones(self) -> None:
+        """Whoever waits in `next_ended` gets them without another session being opened."""
+        period_s = max(0.1, min(self.limits.idle_timeout_s / 4, 60.0))
+        while True:
+            await asyncio.sleep(period_s)
+            self._sweep()
 
     def _live(self, session_id: str) -> Session:
         if session_id not in self._sessions:
@@ -226,22 +249,7 @@ class AgentProxy:
         return session
 
     async def _body(self, request: web.Request, *, is_optional: bool = False) -> Fields:
-        try:
-            async with asyncio.timeout(self.limits.client_timeout_s):
-                raw = await request.read()
-        except TimeoutError:
-            raise ProxyError(
-                408, f"the body did not come within {self.limits.client_timeout_s} s"
-            ) from None
-        except web.RequestPayloadError:  # a Content-Encoding that it does not have
-            raise ProxyError(400, "body: its encoding is not what its headers say") from None
-        if not raw and is_optional:
-            return Fields({})
-        try:
-            return Fields(json.loads(raw))
-        except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, too deep, or a huge int
-            why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-            raise ProxyError(400, f"body: not valid JSON: {why}") from None
+        return await read_body(request, self.limits, is_optional=is_optional)
 
     # ------------------------------------------------------------------ handlers
 
@@ -295,10 +303,22 @@ class AgentProxy:
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
         await response.prepare(request)
-        for event in events:
+        try:
+            for event in events:
+                async with asyncio.timeout(self.limits.client_timeout_s):
+                    await response.write(event)
             async with asyncio.timeout(self.limits.client_timeout_s):
-                await response.write(event)
-        await response.write_eof()
+                await response.write_eof()
+            return response
+        except TimeoutError:
+            logger.warning("a client did not take its answer: its connection is closed")
+        except ConnectionError:
+            pass  # the client went away
+        except Exception:
+            logger.exception("an answer failed that had begun")
+        # Nothing else can be said in an answer that has begun, and no other one can follow it.
+        if request.transport is not None:
+            request.transport.abort()
         return response
 
     @web.middleware

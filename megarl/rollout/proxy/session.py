@@ -65,6 +65,14 @@ class Limits:
 
 
 @dataclass(eq=False)
+class Counts:
+    """Of all sessions of a proxy."""
+
+    num_retokenised: int = 0
+    """See Session."""
+
+
+@dataclass(eq=False)
 class Session:
     """See `AgentProxy.open_session`. Everything happens in one asyncio loop."""
 
@@ -78,6 +86,7 @@ class Session:
     session_id: str = field(default_factory=lambda: f"session-{uuid.uuid4().hex}")
     api_key: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
     completions: list[Completion] = field(default_factory=list)
+    counts: Counts = field(default_factory=Counts)
     num_retokenised: int = 0
     """Requests that went on from an answer, but whose template could not be continued."""
     is_from_http: bool = False
@@ -155,15 +164,26 @@ class Session:
         self._num_turns += 1
         return self._num_turns - 1
 
-    def record(self, completion: Completion, setting: Setting, messages: Sequence[Message]) -> None:
-        """Keep what was sampled after `messages`. ProxyError 401 if the session has ended."""
+    def record(
+        self, completions: Sequence[Completion], setting: Setting, messages: Sequence[Message]
+    ) -> None:
+        """Keep what one request sampled after `messages`: all of it, or nothing and an error.
+
+        Raises:
+          ProxyError: 401, the session has ended.
+          RecursionError: a message is nested too deeply to be written.
+        """
         if self.is_ended:
             raise ended()
-        self.completions.append(completion)
-        if completion.parent is not None:
-            completion.parent.has_child = True
-        *_, digest = histories(setting, [*messages, completion.message])
-        self._by_history[digest] = completion
+        digests = []
+        for completion in completions:
+            *_, digest = histories(setting, [*messages, completion.message])
+            digests.append(digest)
+        for completion, digest in zip(completions, digests, strict=True):
+            self.completions.append(completion)
+            if completion.parent is not None:
+                completion.parent.has_child = True
+            self._by_history[digest] = completion
 
     def set_reward(self, reward: float, completion_id: str | None = None) -> None:
         """What the session, or one of its completions, is worth; a later call replaces it.

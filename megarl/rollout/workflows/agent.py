@@ -12,16 +12,19 @@ import importlib
 import importlib.util
 import inspect
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from megarl.config.schema import GenerationHyperparameters
 from megarl.rollout import workflow_context
 from megarl.rollout.api import GenerationEngine, RolloutWorkflow, Row
-from megarl.rollout.proxy.export import ExportStyle, export
+from megarl.rollout.proxy.export import ExportStyle, export, export_run
 from megarl.rollout.proxy.server import AgentProxy
 from megarl.rollout.proxy.session import Limits
 from megarl.rollout.proxy.template import ChatTemplate
+from megarl.rollout.workflows.group import run_group
+from megarl.rollout.workflows.rlvr import row_number
 from megarl.trajectory import Trajectory, concat_padded
 
 
@@ -42,7 +45,11 @@ class AgentWorkflow(RolloutWorkflow):
     its run is left out. What the agent raises rejects the episode, counted by its name.
 
     The agent runs in the rollout loop: it must not block it. Clients have to be the
-    asynchronous ones. In an evaluation requests may have sampling of their own.
+    asynchronous ones.
+
+    In an evaluation a run is one sample, and one row: that of its last answer, worth the sum of
+    its rewards without a discount. A run that raises is a failed sample, which `failed` counts by
+    its error. Requests may have sampling of their own.
 
     Args:
       agent: an object, a class, or the class's `package.module:Class`, with
@@ -94,30 +101,28 @@ class AgentWorkflow(RolloutWorkflow):
         self.limits: Limits | None = (
             _make(Limits, limits, "limits") if isinstance(limits, Mapping) else limits
         )
+        self.failed: Counter[str] = Counter()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def arun_episode(self, engine: GenerationEngine, data: Row) -> Trajectory | None:
         """The rows of all runs; None if none of them was given a reward."""
         proxy = await self._proxy_of_the_loop(engine)
-        async with asyncio.TaskGroup() as tasks:
-            runs = [
-                tasks.create_task(self._run(proxy, engine, data, index))
-                for index in range(self.gconfig.n_samples)
-            ]
-        kept = [rows for run in runs if (rows := run.result()) is not None]
+        runs = (self._run(proxy, engine, data, i) for i in range(self.gconfig.n_samples))
+        kept = await run_group(runs, self.failed)
         return concat_padded(kept) if kept else None
 
     async def _run(
         self, proxy: AgentProxy, engine: GenerationEngine, data: Row, index: int
     ) -> Trajectory | None:
         seed = self.gconfig.seed
-        if seed is not None:  # distinct for each row and run, the same each time
-            row = int(data.get("row_id", 0)) * self.gconfig.n_samples + index
+        if seed is not None:  # of the row and the run, the same each time
+            row = row_number(data) * self.gconfig.n_samples + index
             seed = (seed * 1_000_003 + row) * 4096 % (1 << 31)
+        is_eval = workflow_context.get().is_eval
         session = proxy.open_session(
             engine=engine,
             gconfig=self.gconfig.new(n_samples=1, seed=seed),
-            may_change_sampling=workflow_context.get().is_eval,
+            may_change_sampling=is_eval,
         )
         try:
             reward = await self._call(data, base_url=proxy.base_url, api_key=session.api_key)
@@ -130,6 +135,8 @@ class AgentWorkflow(RolloutWorkflow):
             session.set_reward(float(reward))
         if not session.has_reward:
             return None
+        if is_eval:
+            return export_run(session, self.export_style)
         return export(session, self.export_style, self.turn_discount)
 
     async def _call(self, data: Row, **access: str) -> Any:

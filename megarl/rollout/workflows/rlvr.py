@@ -1,17 +1,24 @@
 """One turn with a verifiable reward: prompt, n samples, a score for each."""
 
-import asyncio
+import operator
 import uuid
+import zlib
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from megarl.config.schema import GenerationHyperparameters
 from megarl.rollout.api import GenerationEngine, ModelRequest, ModelResponse, RolloutWorkflow, Row
 from megarl.rollout.workflows.conversation import Conversation
+from megarl.rollout.workflows.group import run_group
 from megarl.trajectory import Trajectory, concat_padded
 
 RewardFn = Callable[..., Awaitable[float | None]]
-"""async (prompt, completion, prompt_ids, completion_ids, **row) -> reward; None rejects."""
+"""async (prompt, completion, prompt_ids, completion_ids, **row) -> reward; None rejects. `row` is
+without columns of these names and `messages`."""
+
+_GIVEN = ("prompt", "messages", "completion", "prompt_ids", "completion_ids")
+"""Columns that are no keyword of a reward: it gets others of these names, or none."""
 
 
 def default_data_extract_prompt_fn(data: Row) -> Any:
@@ -30,8 +37,19 @@ def default_get_input_ids_fn(prompt: Any, tokenizer: Any, enable_thinking: bool)
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
+def row_number(data: Row) -> int:
+    """For seeds: the row's `row_id` if that is an integer, else one made of its text."""
+    row_id = data.get("row_id", 0)
+    try:
+        return operator.index(row_id)
+    except TypeError:
+        return zlib.crc32(str(row_id).encode(errors="surrogatepass"))
+
+
 class RLVRWorkflow(RolloutWorkflow):
     """Samples `gconfig.n_samples` responses to a prompt and scores each.
+
+    `failed` counts by their error the samples that an evaluation left out, see `run_group`.
 
     Args:
       reward_fn: see RewardFn; each of megarl.rollout.rewards is one.
@@ -50,6 +68,7 @@ class RLVRWorkflow(RolloutWorkflow):
         self.enable_thinking = enable_thinking
         self.get_input_ids_fn = get_input_ids_fn
         self.data_extract_prompt_fn = data_extract_prompt_fn
+        self.failed: Counter[str] = Counter()
 
     async def arun_episode(self, engine: GenerationEngine, data: Row) -> Trajectory | None:
         """The samples as one trajectory [n_samples, S]; None if all of them were rejected."""
@@ -57,13 +76,10 @@ class RLVRWorkflow(RolloutWorkflow):
         input_ids = self.get_input_ids_fn(prompt, self.tokenizer, self.enable_thinking)
         # One id for the group: its samples share the prompt's cache on one server.
         rid = uuid.uuid4().hex
-        async with asyncio.TaskGroup() as tasks:
-            samples = [
-                tasks.create_task(self._sample(engine, rid, i, input_ids, data))
-                for i in range(self.gconfig.n_samples)
-            ]
-        kept = [task.result() for task in samples]
-        accepted = [sample for sample in kept if sample is not None]
+        samples = (
+            self._sample(engine, rid, i, input_ids, data) for i in range(self.gconfig.n_samples)
+        )
+        accepted = await run_group(samples, self.failed)
         return concat_padded(accepted) if accepted else None
 
     async def _sample(
@@ -79,7 +95,7 @@ class RLVRWorkflow(RolloutWorkflow):
 
     async def _score(self, given: list[int], response: ModelResponse, data: Row) -> float | None:
         """The reward of an answer to the tokens `given`."""
-        row = {key: value for key, value in data.items() if key not in ("prompt", "messages")}
+        row = {key: value for key, value in data.items() if key not in _GIVEN}
         if getattr(self.reward_fn, "takes_messages", False):
             prompt = self.data_extract_prompt_fn(data)
             is_text = isinstance(prompt, str)
@@ -94,10 +110,9 @@ class RLVRWorkflow(RolloutWorkflow):
         )
 
     def _seed(self, data: Row) -> int:
-        """Distinct for each row, the same in each run."""
+        """Of the row, the same in each run."""
         assert self.gconfig.seed is not None
-        row = int(data.get("row_id", 0))
-        return (self.gconfig.seed * 1_000_003 + row) * 4096 % (1 << 31)
+        return (self.gconfig.seed * 1_000_003 + row_number(data)) * 4096 % (1 << 31)
 
 
 def to_trajectory(response: ModelResponse, reward: float) -> Trajectory:
