@@ -15,6 +15,9 @@ _OF_A_MODEL = {
     "tokenizer_path": None,
     "api_key_env": None,
 }
+KEY_VARIABLES = {"MEGARL_PROXY_ADMIN_KEY"}
+"""Names of environment variables that hold a key of ours, with each `api_key_env` of this
+process: no process that a user's function runs in gets them."""
 _WRITES_TEXT = ("vllm_classify", "vllm_pooling", "sglang_classify")
 
 
@@ -41,7 +44,8 @@ class RewardConfig:
     """Folder of the reward model's tokenizer, whose chat template then writes the chat. None
     sends prompt and completion as the text that the policy read and wrote."""
     api_key_env: str | None = None
-    """Name of the environment variable that holds the key for `url`."""
+    """Name of the environment variable that holds the key for `url`. Processes of a function do
+    not get it."""
     timeout_s: float = 15.0
     """One call, without its wait for a process or a place. The process of a call that is late
     is killed."""
@@ -62,6 +66,8 @@ class RewardConfig:
             self.api_key_env is None or re.fullmatch(r"[A-Za-z_]\w*", self.api_key_env) is not None,
             "api_key_env: must be the name of an environment variable",
         )
+        if self.api_key_env is not None:
+            KEY_VARIABLES.add(self.api_key_env)
         if self.url is None:
             for name, default in _OF_A_MODEL.items():
                 value = getattr(self, name)

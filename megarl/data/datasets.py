@@ -43,7 +43,8 @@ def load_rows(
                 f"{section}.path: row {i} of {config.path} lacks {', '.join(missing)}; it has "
                 f"{', '.join(row)}"
             )
-        row.setdefault("row_id", i)
+        if row.get("row_id") is None:  # a column may have it for some rows only
+            row["row_id"] = i
     if config.exclude is not None:
         left_out = {_prompt_of(row) for row in load_rows(config.exclude, f"{section}.exclude")}
         rows = [row for row in rows if _prompt_of(row) not in left_out]

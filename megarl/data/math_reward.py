@@ -17,20 +17,21 @@ def math_verify_reward(
     prompt_ids: list[int],
     completion_ids: list[int],
     *,
-    answer: str,
+    answer: str | float,
     **row: Any,
 ) -> float:
     """1 if the completion's final answer equals `answer` by math-verify, else 0.
 
     The final answer is the last \\boxed{...}, else what follows the last `####`, else what
     math-verify finds last in the text; thoughts before `</think>` are not read. `answer` may be
-    a whole solution in GSM8K's form, which ends in `#### N`. 0.5, 1/2 and \\frac{1}{2} are equal,
-    and so are 1,000 and $1000, 18 and 18%; a completion without an answer is worth 0.
+    a whole solution in GSM8K's form, which ends in `#### N`, or a number. 0.5, 1/2 and
+    \\frac{1}{2} are equal, and so are 1,000 and $1000, 18 and 18%; a completion without an
+    answer is worth 0.
     """
     from math_verify import parse, verify
 
     found = parse(final_answer(completion))
-    wanted = parse(_boxed(answer.rpartition(_FINAL)[2]))
+    wanted = parse(_boxed(str(answer).rpartition(_FINAL)[2]))
     return float(bool(found) and bool(wanted) and bool(verify(wanted, found)))
 
 

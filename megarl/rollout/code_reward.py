@@ -10,6 +10,7 @@ A row's `tests` are one of
   [{"input": stdin, "output": stdout}, ...]   the program is run for each
   "assert f(2) == 4\\nassert ..."              run behind the program, in its names; each `assert`
   ["assert f(2) == 4", ...]                   with the lines before it, or each text, is a test
+  the JSON of one of the lists
 
 Each run is in a PythonSandbox, see there for what holds it. A program cannot pass a test by
 ending early: what passed is told by marks that it does not know. One that is written to look
@@ -24,7 +25,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from megarl.rollout.sandbox import Limits, PythonSandbox
+from megarl.rollout.sandbox import Isolation, Limits, PythonSandbox
 
 _BLOCK = re.compile(
     r"^[ \t]*```[ \t]*(?:python|py)[ \t0-9]*\n(.*?)^[ \t]*```",
@@ -66,6 +67,7 @@ async def code_reward(
     wall_s: float = 10.0,
     cpu_s: float = 10.0,
     memory_bytes: int = 1 << 30,
+    isolation: Sequence[Isolation] | None = None,
     **row: Any,
 ) -> float:
     """1 if the answer's program passes all tests, else 0; with `fraction` the part it passes.
@@ -75,18 +77,19 @@ async def code_reward(
 
     Args:
       wall_s, cpu_s, memory_bytes: of one run, see Limits. `reward.timeout_s` is for all runs.
+      isolation: see PythonSandbox.
 
     Raises:
-      ValueError: the row's tests have another form, or are none.
+      ValueError: the row's tests have another form, are none, or test nothing.
     """
     code = last_block(completion)
-    cases = list(split_tests(tests) if isinstance(tests, str) else tests)
+    cases = _cases(tests)
     if not cases:
         raise ValueError("the row has no tests")
     if code is None:
         return 0.0
     limits = Limits(wall_s=wall_s, cpu_s=cpu_s, memory_bytes=memory_bytes, output_bytes=1 << 20)
-    sandbox = _sandbox(limits)
+    sandbox = _sandbox(limits, None if isolation is None else tuple(isolation))
     if all(isinstance(case, str) for case in cases):
         passed = await _run_asserts(sandbox, code, cases)
     elif all(isinstance(case, dict) and {"input", "output"} <= set(case) for case in cases):
@@ -104,16 +107,39 @@ def last_block(text: str) -> str | None:
     return blocks[-1] if blocks else None
 
 
+def _cases(tests: str | Sequence[Any]) -> list[Any]:
+    """One for each test. ValueError if a text is no Python, or none could ever fail."""
+    if isinstance(tests, str):
+        try:
+            decoded = json.loads(tests, strict=False)  # a line may end within a string
+        except ValueError:
+            decoded = None
+        tests = decoded if isinstance(decoded, list) else split_tests(tests)
+    cases = list(tests)
+    texts = [case for case in cases if isinstance(case, str)]
+    if texts and not any(_can_fail(statement) for text in texts for statement in _parse(text)):
+        raise ValueError(f"tests: nothing is asserted or called by {texts[0]!r:.200}")
+    return cases
+
+
+def _parse(text: str) -> list[ast.stmt]:
+    try:
+        return ast.parse(text).body
+    except (SyntaxError, ValueError) as error:  # a null byte is a ValueError
+        raise ValueError(f"tests: {error}") from error
+
+
+def _can_fail(statement: ast.stmt) -> bool:
+    return any(isinstance(node, ast.Assert | ast.Raise | ast.Call) for node in ast.walk(statement))
+
+
 def split_tests(text: str) -> list[str]:
     """Parts of a script that each end with one of its top-level asserts; the rest is one more.
 
     Raises:
       ValueError: it is no Python.
     """
-    try:
-        statements = ast.parse(text).body
-    except SyntaxError as error:
-        raise ValueError(f"tests: {error}") from error
+    statements = _parse(text)
     parts: list[list[ast.stmt]] = [[]]
     for statement in statements:
         parts[-1].append(statement)
@@ -155,5 +181,5 @@ async def _run_with_stdin(
 
 
 @functools.cache
-def _sandbox(limits: Limits) -> PythonSandbox:
-    return PythonSandbox(limits)
+def _sandbox(limits: Limits, isolation: tuple[Isolation, ...] | None) -> PythonSandbox:
+    return PythonSandbox(limits, isolation=isolation)

@@ -29,13 +29,14 @@ def conform(trajectory: Mapping[str, Any], version: int) -> Trajectory:
     """A workflow's result as a trajectory of megarl.trajectory, its values unchanged.
 
     Columns of another dtype are cast where that keeps every value (floats are rounded to
-    float32). A missing `versions` is filled, `reward` stands for a missing `rewards`.
+    float32). A missing `versions` is filled, `reward` stands for a missing `rewards`. A reward
+    that is no finite number would end the run where it is trained on.
 
     Args:
       version: of the weights when the episode started: no token is older.
 
     Raises:
-      ValueError: names what is missing, of the wrong shape, or cannot be cast.
+      ValueError: names what is missing, of the wrong shape, cannot be cast, or not finite.
     """
     columns = dict(trajectory)
     if "rewards" not in columns and "reward" in columns:
@@ -59,6 +60,8 @@ def conform(trajectory: Mapping[str, Any], version: int) -> Trajectory:
         want = shape[:1] if name == "rewards" else shape
         if columns[name].shape != want:
             raise ValueError(f"{name} must be {tuple(want)}, got {tuple(columns[name].shape)}")
+    if not columns["rewards"].isfinite().all():
+        raise ValueError(f"rewards must be finite, got {columns['rewards'].tolist()}")
     return columns
 
 

@@ -5,6 +5,7 @@ episode, and each failed attempt is counted by reason. What a call is, is one of
 
   RewardPool   a function in processes of its own; one that is late loses its process
   AsyncReward  an `async def` in the rollout loop
+  ThreadReward a function in threads of this process, which nothing can end
   RewardModel  a request to a model, in megarl/rollout/reward_model.py
 
 Each belongs to one event loop.
@@ -18,11 +19,13 @@ import math
 import os
 import signal
 import sys
+import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
+from megarl.config.rewards import KEY_VARIABLES
 from megarl.errors import MegarlError
 from megarl.rollout.reward_worker import HEADER, encode_message
 from megarl.rollout.slots import Slots
@@ -30,6 +33,7 @@ from megarl.rollout.slots import Slots
 logger = logging.getLogger(__name__)
 
 DEFAULT_MEMORY_BYTES = 8 << 30
+MAX_LEFT_THREADS = 32
 _START_TIMEOUT_S = 120.0
 """A new process may take so long to import the function's module."""
 
@@ -57,7 +61,7 @@ class Reward(ABC):
       first_delay_s: before the second attempt; it doubles with each.
     """
 
-    takes_messages: ClassVar[bool] = False
+    takes_messages: bool = False
     """Whether calls want the row's chat as `messages`."""
 
     def __init__(
@@ -160,6 +164,7 @@ class AsyncReward(Reward):
     ) -> None:
         super().__init__(getattr(function, "__name__", type(function).__name__), **options)
         self.function, self.timeout_s = function, timeout_s
+        self.takes_messages = getattr(function, "takes_messages", False)
         self._slots = Slots(max_concurrent)
 
     async def _attempt(self, *args: Any, **row: Any) -> float | None:
@@ -174,8 +179,89 @@ class AsyncReward(Reward):
         return None if value is None else finite(value)
 
 
+class ThreadReward(Reward):
+    """Calls `function` in threads of its own, `max_concurrent` at one time.
+
+    A thread cannot be ended: one that is late is left behind, its call is not tried again, and
+    another takes its place. The interpreter's end does not wait for them.
+
+    Args:
+      timeout_s: one call, from its start; the wait for a place is not counted.
+      options: see Reward.
+
+    Raises:
+      MegarlError: MAX_LEFT_THREADS that were left behind still run: the function hangs.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., float],
+        *,
+        timeout_s: float,
+        max_concurrent: int,
+        **options: Any,
+    ) -> None:
+        super().__init__(getattr(function, "__name__", type(function).__name__), **options)
+        self.function, self.timeout_s = function, timeout_s
+        self._slots = Slots(max_concurrent)
+        self._left: list[threading.Thread] = []
+
+    async def _attempt(self, *args: Any, **row: Any) -> float:
+        place = self._slots()
+        await place.acquire()
+        try:
+            call = self._start(args, row)
+        except BaseException:
+            place.release()
+            raise
+        # The call's, not the caller's: one that goes leaves a thread that runs.
+        call.add_done_callback(lambda _: place.release())
+        return finite(await asyncio.shield(call))
+
+    def _start(self, args: tuple[Any, ...], row: dict[str, Any]) -> "asyncio.Future[Any]":
+        """The end of the call; CallFailed if it is late or raises."""
+        self._left = [thread for thread in self._left if thread.is_alive()]
+        if len(self._left) >= MAX_LEFT_THREADS:
+            raise MegarlError(
+                f"reward {self.name}: {len(self._left)} calls are over {self.timeout_s} s late and "
+                "still run in threads, which cannot be ended; put the function into a module and "
+                "name it by 'package.module:function', then it runs in processes, which can"
+            )
+        loop = asyncio.get_running_loop()
+        call: asyncio.Future[Any] = loop.create_future()
+
+        def end(value: Any, error: BaseException | None) -> None:
+            limit.cancel()
+            if call.done():
+                return  # it was late
+            if error is None:
+                call.set_result(value)
+            else:
+                call.set_exception(CallFailed(f"error: {error!r}"))
+
+        def leave() -> None:
+            self._left.append(thread)
+            text = f"timeout: no answer within {self.timeout_s} s, its thread is left behind"
+            call.set_exception(CallFailed(text, is_final=True))
+
+        def run() -> None:
+            value, raised = None, None
+            try:
+                value = self.function(*args, **row)
+            except BaseException as error:  # noqa: BLE001 - the user's code: it is counted
+                raised = error
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(end, value, raised)
+
+        thread = threading.Thread(target=run, name=f"reward {self.name}", daemon=True)
+        thread.start()
+        limit = loop.call_later(self.timeout_s, leave)
+        return call
+
+
 class RewardPool(Reward):
-    """Calls `fn` in `num_workers` processes.
+    """Calls `fn` in `num_workers` processes. They have this one's environment without
+    megarl.config.rewards.KEY_VARIABLES.
 
     Args:
       fn: import string `package.module:function`.
@@ -254,6 +340,7 @@ class _Worker:
             str(self._memory_bytes),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            env={k: v for k, v in os.environ.items() if k not in KEY_VARIABLES},
             start_new_session=True,
         )
         await self._read()  # ready: the function is imported

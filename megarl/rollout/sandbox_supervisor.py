@@ -6,13 +6,14 @@
     socket  in: one line of JSON, see `main`. Its end: the caller has gone, so kill and leave.
             out: one line of JSON, {"why", "exit_code", "stdout", "stderr", "wall_s"}, or
             {"setup": text} if the walls could not be made; the program has then not run.
+            Nothing: this one broke, and the program may have run.
 
-Run as a file by `python -I -S`, so that it starts fast: it imports the standard library only.
-`init` is process 1 of a PID namespace where there is one: with it the kernel ends the rest.
+Run by `python -I -S`, so that it starts fast: it imports nothing but the standard library and
+megarl/rollout/sandbox_walls.py. `init` is process 1 of a PID namespace where there is one: with
+it the kernel ends the rest.
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import resource
@@ -23,37 +24,52 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 36, 38
-_CLONE_NEWUSER = 0x10000000
-_NAMESPACES = 0x20000 | 0x4000000 | 0x8000000 | 0x20000000 | 0x40000000  # mount uts ipc pid net
-_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
-_SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1
-_FIRST_UID = 1_000_000_000  # of the users that programs run as: nobody's on a plain machine
+from megarl.rollout.sandbox_walls import (
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_NO_NEW_PRIVS,
+    PR_SET_PDEATHSIG,
+    SetupError,
+    empty_folder,
+    free_uid,
+    kernel,
+    mount_walls,
+    prctl,
+    unshare,
+)
+
 _TICK_S = 0.05  # how often processes are counted where the kernel does not limit them
-_SCRATCH = "/tmp"
-
-
-class SetupError(Exception):
-    """The kernel, or who started this machine, does not permit a wall."""
+_CLEAN_UP_S = 20.0  # for what a program left in its folder
 
 
 def main() -> None:
     """Serve the one request on stdin.
 
     {"code", "stdin", "python", "isolation": "namespaces" | "uid" | "process",
-     "limits": fields of megarl.rollout.sandbox.Limits}
+     "limits": fields of megarl.rollout.sandbox.Limits, "tmp": where folders may be made,
+     "hidden": folders that hold what is the caller's}
     """
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)  # the socket's end is what ends this process
     caller = os.dup(0)
     job = json.loads(sys.stdin.buffer.readline())
-    try:
-        answer = Run(job, caller).result()
-    except (SetupError, OSError) as error:
-        answer = {"setup": str(error)}
+    answer = _answer(job, caller)
     with os.fdopen(caller, "wb") as out, contextlib.suppress(OSError):
         out.write(json.dumps(answer).encode() + b"\n")
+
+
+def _answer(job: dict[str, Any], caller: int) -> dict[str, Any]:
+    """Of an error behind the program's start there is no answer: it is this one's end."""
+    run = None
+    try:
+        try:
+            run = Run(job, caller)
+            run.prepare()
+        except (SetupError, OSError) as error:
+            return {"setup": str(error)}
+        return run.result()
+    finally:
+        if run is not None:
+            run.clean_up()
 
 
 class Run:
@@ -65,36 +81,46 @@ class Run:
         self.has_namespaces = self.isolation == "namespaces"
         self.uid = os.getuid()
         if self.uid == 0 and self.isolation != "process":
-            self.uid = _free_uid()
+            self.uid = free_uid()
         elif self.isolation == "uid":
             raise SetupError("only root can run a program as another user")
         self.max_processes = self.limits["processes"]
         if self.uid == os.getuid():  # the kernel counts all that this user has: also init
-            is_apart = self.has_namespaces and _kernel() >= (5, 14)
+            is_apart = self.has_namespaces and kernel() >= (5, 14)
             self.max_processes += 1 + (0 if is_apart else _threads_of_user(self.uid))
         self.counts = self.isolation == "process"
-        self.folder = _SCRATCH
+        self.folder = ""
+        self.open_folder: int | None = None
 
-    def result(self) -> dict[str, Any]:
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what daemonises itself becomes this one's child
+    def prepare(self) -> None:
+        """All that is made before there is a process: with namespaces `init` makes the rest."""
+        prctl(PR_SET_CHILD_SUBREAPER, 1)  # what daemonises itself becomes this one's child
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")  # of all processes these are the ones to end
         if self.has_namespaces:
-            self._unshare()
-            return self._run()  # its folder goes with them
-        # Only here: they take as long to import as all the rest.
-        import shutil
-        import tempfile
+            unshare()
+            return
+        # Not tempfile's: its import takes as long as all the rest.
+        folder = os.path.join(self.job["tmp"], f"megarl-sandbox-{os.urandom(8).hex()}")
+        os.mkdir(folder, 0o700)
+        self.folder = folder
+        self.open_folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        self._fill_folder()
 
-        self.folder = tempfile.mkdtemp(prefix="megarl-sandbox-")
+    def clean_up(self) -> None:
+        """Remove the folder, emptied wherever the program moved it; what stays is told."""
+        if self.open_folder is None:  # none was made, or it goes with its namespaces
+            return
         try:
-            self._fill_folder()
-            return self._run()
-        finally:
-            _open_up(self.folder)
-            shutil.rmtree(self.folder)
+            if (left := empty_folder(self.open_folder, _CLEAN_UP_S)) is not None:
+                raise left
+            with contextlib.suppress(FileNotFoundError):  # the program removed it
+                os.rmdir(self.folder)
+        except OSError as error:  # says nothing about the program, which has ended
+            sys.stderr.write(f"sandbox supervisor: {self.folder} is left: {error}\n")
 
-    def _run(self) -> dict[str, Any]:
+    def result(self) -> dict[str, Any]:
+        """How the program ended, or that it could not be started."""
         started = time.monotonic()
         out, self.out_end = os.pipe()
         err, self.err_end = os.pipe()
@@ -109,7 +135,7 @@ class Run:
         finally:
             self._kill_all()
         if why == "ended" and "setup" in said:
-            raise SetupError(said["setup"])
+            return {"setup": said["setup"]}
         for fd in self.output:  # no writer is left: what is in the pipes is all
             while why == "ended" and (data := os.read(fd, 1 << 16)):
                 why = "ended" if self._keep(fd, data) else "output"
@@ -180,16 +206,6 @@ class Run:
 
     # ------------------------------------------------------------------ walls
 
-    def _unshare(self) -> None:
-        uid, gid = os.getuid(), os.getgid()
-        is_root = uid == 0
-        _check(_LIBC.unshare(_NAMESPACES | (0 if is_root else _CLONE_NEWUSER)), "unshare")
-        if not is_root:
-            ids = {"uid_map": f"{uid} {uid} 1", "gid_map": f"{gid} {gid} 1"}
-            for name, text in {"setgroups": "deny", **ids}.items():
-                with open(f"/proc/self/{name}", "w") as file:
-                    file.write(text)
-
     def _fill_folder(self) -> None:
         with open(os.path.join(self.folder, "main.py"), "wb") as file:
             file.write(self.job["code"].encode(errors="surrogatepass"))
@@ -200,9 +216,14 @@ class Run:
         """Make what walls are left, start the program, and say how it ended."""
         os.setsid()
         try:
-            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if self.has_namespaces:
-                self._mount()
+                self.folder = mount_walls(
+                    python=self.job["python"],
+                    hidden=self.job["hidden"],
+                    scratch_bytes=self.limits["file_bytes"],
+                    is_other_user=self.uid != os.getuid(),
+                )
                 self._fill_folder()
             program = _fork(self._program)
             os.close(self.stdin)  # what the program has read nobody can read again
@@ -217,36 +238,6 @@ class Run:
     def _say(self, message: dict[str, Any]) -> None:
         os.write(self.status_end, json.dumps(message).encode() + b"\n")
 
-    def _mount(self) -> None:
-        """A fresh /tmp and /dev/shm, the rest read-only; no home, no sockets, no processes."""
-        _mount("none", "/", "", _MS_REC | _MS_PRIVATE)
-        home = os.path.realpath(self.job["home"])
-        hidden = [_SCRATCH, "/dev/shm", "/run", *([home] if home != "/" else [])]
-        needed = _prefixes(self.job["python"])
-        if self.uid != os.getuid():
-            hidden += [p for path in needed if (p := _closed_folder(path)) and p not in hidden]
-        read_only = (ctypes.c_uint64 * 4)(_MOUNT_ATTR_RDONLY, 0, 0, 0)
-        arguments = (_AT_FDCWD, b"/", _AT_RECURSIVE, read_only, ctypes.sizeof(read_only))
-        _check(_LIBC.syscall(_SYS_MOUNT_SETATTR, *arguments), "read-only files")
-        kept = [(path, os.open(path, os.O_PATH)) for path in needed]
-        for folder in filter(os.path.isdir, hidden):
-            size = self.limits["file_bytes"] if folder == _SCRATCH else 1 << 20
-            mode = "1777" if folder in (_SCRATCH, "/dev/shm") else "755"
-            options = f"size={size},nr_inodes=4096,mode={mode}"
-            _mount("tmpfs", folder, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
-        for path, fd in kept:
-            if any(os.path.commonpath([path, folder]) == folder for folder in hidden):
-                os.makedirs(path, exist_ok=True)
-                _mount(f"/proc/self/fd/{fd}", path, "", _MS_BIND | _MS_REC)
-            os.close(fd)
-        flags = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
-        try:
-            _mount("proc", "/proc", "proc", flags)
-        except SetupError:  # a container whose own is covered in part: then there is none
-            _mount("tmpfs", "/proc", "tmpfs", flags, "size=4k,mode=755")
-        self.folder = os.path.join(_SCRATCH, "run")
-        os.mkdir(self.folder, 0o755)
-
     def _program(self) -> None:
         try:
             os.setsid()
@@ -258,7 +249,7 @@ class Run:
                 os.setgroups([])
                 os.setresgid(self.uid, self.uid, self.uid)
                 os.setresuid(self.uid, self.uid, self.uid)
-            _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+            prctl(PR_SET_NO_NEW_PRIVS, 1)
             os.closerange(3, self.status_end)  # that one closes itself
             os.closerange(self.status_end + 1, 1 << 16)
             python = self.job["python"]
@@ -310,31 +301,9 @@ def _fork(run: Callable[[], None]) -> int:
     os._exit(1)
 
 
-def _open_up(folder: str) -> None:
-    """The program may have closed folders to itself."""
-    for parent, names, _ in os.walk(folder):  # a parent before what is in it
-        for path in [os.path.join(parent, name) for name in names]:
-            if not os.path.islink(path):
-                os.chmod(path, 0o700)
-
-
 def _send(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-
-
-def _check(answer: int, what: str) -> None:
-    if answer != 0:
-        raise SetupError(f"{what}: {os.strerror(ctypes.get_errno())}")
-
-
-def _prctl(option: int, value: int) -> None:
-    _check(_LIBC.prctl(option, value, 0, 0, 0), f"prctl {option}")
-
-
-def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    texts = [text.encode() or None for text in (source, target, kind, options)]
-    _check(_LIBC.mount(*texts[:3], ctypes.c_ulong(flags), texts[3]), f"mount {target}")
 
 
 def _memory_file(text: str) -> int:
@@ -344,34 +313,6 @@ def _memory_file(text: str) -> int:
         file.write(text.encode(errors="surrogatepass"))
     os.lseek(fd, 0, os.SEEK_SET)
     return fd
-
-
-def _prefixes(python: str) -> list[str]:
-    """The folders of an interpreter: that of its environment, and that of what it links to."""
-    return [os.path.dirname(os.path.dirname(p)) for p in (python, os.path.realpath(python))]
-
-
-def _closed_folder(path: str) -> str | None:
-    """The first folder on the way to `path` that other users may not pass."""
-    closed = None
-    while path != "/":
-        closed = closed if os.stat(path).st_mode & 0o001 else path
-        path = os.path.dirname(path)
-    return closed
-
-
-def _free_uid() -> int:
-    """A user that no other run has now: a process id of this machine is unique."""
-    with open("/proc/self/uid_map") as file:
-        first, _, count = (int(x) for x in file.readline().split())
-    if first + count > _FIRST_UID + (1 << 22):
-        return _FIRST_UID + os.getpid()
-    low = first + count // 2  # a container's map is small: the upper half of it
-    return low + os.getpid() % (count - count // 2)
-
-
-def _kernel() -> tuple[int, ...]:
-    return tuple(int(x) for x in os.uname().release.split(".")[:2])
 
 
 def _threads_of_user(uid: int) -> int:
@@ -394,7 +335,3 @@ def _descendants(ancestor: int) -> list[int]:
         waiting += (below := children.get(waiting.pop(), []))
         found += below
     return found
-
-
-if __name__ == "__main__":
-    main()

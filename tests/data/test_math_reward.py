@@ -105,6 +105,10 @@ def test_wrong(completion):
         ("18%", "18%", 1.0),
         ("50 km/h", "#### 50", 1.0),
         ("3 hours and 20 minutes", "#### 3", 0.0),
+        ("18", 18, 1.0),  # as a column of numbers has it
+        ("17", 18, 0.0),
+        (r"\boxed{\frac{1}{2}}", 0.5, 1.0),
+        ("-5", -5.0, 1.0),
     ],
 )
 def test_other_forms(completion, answer, value):

@@ -157,6 +157,12 @@ def test_rows_keep_their_ids_whatever_is_excluded(tmp_path):
         load_rows(config, needs=("completion",))
 
 
+def test_a_row_id_that_is_null_is_none(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "row_id": 7}\n{"prompt": "b", "row_id": null}\n')
+    assert [row["row_id"] for row in load_rows(DatasetConfig(path=str(path)))] == [7, 1]
+
+
 def test_rows_come_from_jsonl_files(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "b", "answer": "2"}\n')
@@ -207,9 +213,9 @@ def test_the_last_number_is_what_counts(completion, reward):
 def test_a_generators_own_score():
     config = DatasetConfig(path="reasoning_gym:chain_sum", size=1, options=CHAIN_SUM)
     (row,) = load_rows(config)
-    entry = row["entry"]
-    assert dataset_reward("", row["answer"], [], [], entry=entry) == 1.0
-    assert dataset_reward("", "no idea", [], [], entry=entry) < 1.0
+    made = {"entry": row["entry"], "dataset": row["dataset"]}
+    assert dataset_reward("", row["answer"], [], [], **made) == 1.0
+    assert dataset_reward("", "no idea", [], [], **made) < 1.0
 
 
 def test_worked_sums_are_right_and_guesses_are_wrong():

@@ -24,6 +24,8 @@ def behave(prompt, completion, prompt_ids, completion_ids, **row):
     if completion == "print":
         print("a line that must not reach the protocol", flush=True)
         os.write(1, b"nor this")
+    if completion == "variable":
+        return row["name"] in os.environ
     if completion == "pid":
         return os.getpid()
     return len(completion_ids) + row.get("bonus", 0)

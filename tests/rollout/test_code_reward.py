@@ -1,23 +1,27 @@
 """Programs against their tests, in real sandboxes."""
 
 import asyncio
+import json
+from typing import get_args
 
 import pytest
 
 from megarl.config.schema import RewardConfig
 from megarl.rollout.code_reward import code_reward, last_block, same_output, split_tests
 from megarl.rollout.rewards import AsyncReward
+from megarl.rollout.sandbox import Isolation
 from megarl.rollout.workflows.reward_fn import make_reward
 
 LONG_S = 120.0
 DOUBLE = "print(2 * int(input()))"
+ANY = get_args(Isolation)  # also where only root can read the interpreter
 STDIN_TESTS = [{"input": "1\n", "output": "2"}, {"input": "5", "output": "10\n\n"}]
 ASSERTS = "import math\nassert f(2) == 4\nassert f(math.inf) == math.inf"
 
 
 def reward(code, tests, **options):
     answer = f"Here:\n```python\n{code}\n```\n"
-    options = {"wall_s": LONG_S, **options}
+    options = {"wall_s": LONG_S, "isolation": ANY, **options}
     return asyncio.run(code_reward("p", answer, [], [], tests=tests, row_id=1, **options))
 
 
@@ -94,7 +98,29 @@ def test_a_program_that_does_not_end_fails_what_is_left():
     assert reward(loop, ASSERTS, cpu_s=1, fraction=True) == 0.5
 
 
-@pytest.mark.parametrize("tests", [[], "", [{"stdin": "1"}], ["assert 1", {"input": "1"}], [3]])
+@pytest.mark.parametrize(
+    ("code", "worth"), [(DOUBLE, 1.0), ("def f(x): return 2 * x\nprint(2)", 0.5), ("pass", 0.0)]
+)
+def test_lists_may_be_written_as_json(code, worth):
+    with_lines = '[{"input": "1\n", "output": "2\n"}, {"input": "5\n", "output": "10\n"}]'
+    for text in (json.dumps(STDIN_TESTS, indent=1), with_lines):
+        assert reward(code, text, fraction=True) == worth
+    asserts = json.dumps(["assert f(2) == 4", "assert f(3) == 6"])
+    assert reward(code, asserts, fraction=True) == float("def f" in code)
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        *([], "", [{"stdin": "1"}], ["assert 1", {"input": "1"}], [3], "[]", "[3]", "x\0"),
+        "[{'input': '1', 'output': '2'}]",  # Python's way to write it, not JSON's
+        '{"input": "1", "output": "2"}',
+        '[{"input": "1", "output": "2"}]\n[{"input": "1", "output": "2"}]',
+        ['{"input": "1", "output": "2"}'],
+        "x = 1\n'a text'",
+        ["assert ("],
+    ],
+)
 def test_other_forms_of_tests_are_errors(tests):
     with pytest.raises(ValueError, match="tests"):
         reward(DOUBLE, tests)
@@ -103,7 +129,7 @@ def test_other_forms_of_tests_are_errors(tests):
 def test_a_config_names_it_with_its_options():
     config = RewardConfig(
         fn="megarl.rollout.code_reward:code_reward",
-        options={"fraction": True, "wall_s": LONG_S},
+        options={"fraction": True, "wall_s": LONG_S, "isolation": list(ANY)},
         timeout_s=2 * LONG_S,
     )
     made = make_reward(config)

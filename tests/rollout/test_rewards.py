@@ -8,6 +8,7 @@ import pytest
 
 from megarl.config.schema import RewardConfig
 from megarl.errors import MegarlError
+from megarl.rollout.proxy.server import ADMIN_KEY
 from megarl.rollout.rewards import AsyncReward, RewardPool
 from megarl.rollout.workflows.reward_fn import make_reward
 
@@ -138,6 +139,18 @@ def test_options_are_keywords_of_each_call_under_the_rows_own():
     results, pool = run(calls, options={"bonus": 5})
     assert results == (8.0, 4.0)
     assert pool.export_stats() == {"reward/failed": 0.0}
+
+
+def test_no_key_of_ours_reaches_the_processes(monkeypatch):
+    RewardConfig(url="http://127.0.0.1:1/classify", api_key_env="KEY_OF_A_JUDGE")
+    for name in (ADMIN_KEY, "KEY_OF_A_JUDGE", "ANOTHER"):
+        monkeypatch.setenv(name, "s3cret")
+
+    async def calls(pool):
+        names = (ADMIN_KEY, "KEY_OF_A_JUDGE", "ANOTHER")
+        return [await score(pool, "variable", name=name) for name in names]
+
+    assert run(calls)[0] == [0.0, 0.0, 1.0]
 
 
 # ---------------------------------------------------------------- functions that are awaited

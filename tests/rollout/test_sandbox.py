@@ -1,76 +1,41 @@
 """PythonSandbox against programs that fight it: each ends, and nothing of it is left.
 
-The test's own process is made the parent of whatever a supervisor would leave behind, so what
-is left is seen as its child. Programs that multiply do so 2**8 times at most.
+What they may reach is in test_sandbox_walls.py. Programs that multiply do so 2**8 times at most.
 """
 
 import asyncio
 import contextlib
-import ctypes
-import functools
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
-import uuid
-from pathlib import Path
+import tempfile
+from typing import get_args
 
 import psutil
 import pytest
+from sandboxes import (
+    IS_ROOT,
+    LONG_S,
+    PYTHONS,
+    children,
+    end,
+    nothing_left,
+    others,
+    run,
+    sandbox,
+)
 
-from megarl.rollout.sandbox import Limits, PythonSandbox, SandboxFailed
-
-_PR_SET_CHILD_SUBREAPER = 36
-PYTHONS = {"uid": "/usr/bin/python3"}
-IS_ROOT = os.getuid() == 0
-LONG_S = 120.0
+from megarl.rollout import sandbox as module
+from megarl.rollout import sandbox_supervisor
+from megarl.rollout.sandbox import Isolation, Limits, PythonSandbox, SandboxFailed
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left():
-    """Orphans become ours; after a test there are none."""
-    libc = ctypes.CDLL(None)
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    global others
-    before = others = set(all_children())
-    yield
-    left = [child for child in children() if child not in before]
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
-    assert not left
-
-
-def all_children():
-    return psutil.Process().children(recursive=True)
-
-
-others: set[psutil.Process] = set()
-"""Servers of the test session and what else was there when the test began."""
-
-
-def children():
-    return [child for child in all_children() if child not in others]
-
-
-def sandbox(isolation, **limits):
-    """One that has no other isolation; the test is skipped where the machine refuses it."""
-    # Ours may be in a home folder, where another user cannot go.
-    options = {"isolation": (isolation,), "python": PYTHONS.get(isolation, sys.executable)}
-    if refusal := refusal_of(**options):
-        pytest.skip(f"this machine does not permit it: {refusal}")
-    return PythonSandbox(Limits(**{"wall_s": LONG_S, **limits}), **options)
-
-
-@functools.cache
-def refusal_of(isolation, python):
-    """None if it works here."""
-    box = PythonSandbox(Limits(wall_s=LONG_S), isolation=isolation, python=python)
-    try:
-        assert asyncio.run(box.run("print(6 * 7)")).stdout == "42\n"
-    except SandboxFailed as error:
-        return str(error)
-    return None
+    with nothing_left():
+        yield
 
 
 @pytest.fixture(params=["namespaces", "uid", "process"])
@@ -82,32 +47,6 @@ def isolation(request):
 def wall(request):
     """Isolations that keep a hostile program in."""
     return request.param
-
-
-def run(box, code, stdin=""):
-    """The result, the ticks of the loop meanwhile, and the most processes at a tick."""
-    ticks, most = 0, 0
-
-    async def tick():
-        nonlocal ticks, most
-        while True:
-            await asyncio.sleep(0.01)
-            ticks += 1
-            most = max(most, len(children()))
-
-    async def main():
-        ticker = asyncio.create_task(tick())
-        try:
-            async with asyncio.timeout(2 * LONG_S):
-                return await box.run(code, stdin)
-        finally:
-            ticker.cancel()
-
-    return asyncio.run(main()), ticks, most
-
-
-def end(box, code, stdin=""):
-    return run(box, code, stdin)[0]
 
 
 # ---------------------------------------------------------------- well-behaved programs
@@ -138,7 +77,7 @@ def test_reasons_are_told_apart(isolation):
 
 
 def test_what_the_trainer_can_import_a_program_can():
-    box = PythonSandbox(Limits(wall_s=LONG_S, cpu_s=LONG_S))
+    box = PythonSandbox(Limits(wall_s=LONG_S, cpu_s=LONG_S), isolation=get_args(Isolation))
     code = "import numpy, sympy\nprint(numpy.eye(3).trace(), sympy.sqrt(8))"
     assert end(box, code).stdout == "3.0 2*sqrt(2)\n"
 
@@ -151,7 +90,8 @@ def test_a_program_has_no_descriptor_but_three(isolation):
 
 
 def test_at_most_so_many_run_at_one_time():
-    box = PythonSandbox(Limits(wall_s=LONG_S), max_concurrent=2)
+    box = PythonSandbox(Limits(wall_s=LONG_S), max_concurrent=2, isolation=get_args(Isolation))
+    assert end(box, "print(0)").stdout == "0\n"
     most = 0
 
     async def main():
@@ -260,122 +200,6 @@ def test_children_that_hold_the_output_do_not_hold_the_run(isolation):
     assert (result.why, result.stdout) == ("ok", "done\n")
 
 
-# ---------------------------------------------------------------- programs that reach out
-
-
-def test_files_are_bounded(isolation):
-    code = "with open('big', 'wb') as f:\n    for _ in range(1024): f.write(bytes(1 << 20))"
-    result = end(sandbox(isolation, file_bytes=8 << 20), code)
-    assert result.why == "error"
-    assert "OSError" in result.stderr
-
-
-def test_many_files_are_bounded_together():
-    code = "for i in range(64):\n    open(str(i), 'wb').write(bytes(1 << 20))"
-    result = end(sandbox("namespaces", file_bytes=8 << 20), code)
-    assert "No space left" in result.stderr
-
-
-def test_a_folder_is_removed_whatever_is_in_it(isolation, monkeypatch, tmp_path):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    tmp_path.chmod(0o755)
-    for parent in tmp_path.parents[:2]:  # pytest's own are closed to the program's user
-        parent.chmod(0o755)
-    (outside := tmp_path / "outside").mkdir(mode=0o755)
-    code = (
-        f"import os\nos.makedirs('a/b'); open('a/b/c', 'w'); os.symlink({str(outside)!r}, 'd')\n"
-        "os.chmod('a/b', 0); os.chmod('a', 0)"
-    )
-    assert end(sandbox(isolation), code).why == "ok"
-    assert list(tmp_path.iterdir()) == [outside]
-    assert outside.stat().st_mode & 0o777 == 0o755
-
-
-def test_nothing_is_written_outside():
-    name = f"/var/tmp/{uuid.uuid4()}"
-    code = f"""
-for path in ({name!r}, "/tmp/{Path(name).name}", "/dev/shm/{Path(name).name}"):
-    try:
-        open(path, "w")
-    except OSError as error:
-        print(error.strerror)
-"""
-    result = end(sandbox("namespaces"), code)
-    assert result.stdout == "Read-only file system\n"  # the other two are its own
-    for folder in ("/var/tmp", "/tmp", "/dev/shm"):
-        assert not Path(folder, Path(name).name).exists()
-
-
-@contextlib.contextmanager
-def trainer():
-    """A process with a key in its environment."""
-    process = subprocess.Popen(["sleep", "600"], env={"API_KEY": "s3cret"})
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-SPY = """
-import glob, os
-print(dict(os.environ))
-for path in glob.glob("/proc/*/environ"):
-    try:
-        print(open(path).read())
-    except OSError:
-        pass
-for pid in {pids}:
-    try:
-        os.kill(pid, 9)
-    except OSError as error:
-        print(type(error).__name__)
-"""
-
-
-def test_keys_and_processes_of_others_are_out_of_reach(wall, monkeypatch):
-    monkeypatch.setenv("API_KEY", "s3cret")
-    box = sandbox(wall)
-    with trainer() as process:
-        result = end(box, SPY.format(pids=[process.pid, os.getpid()]))
-        assert process.poll() is None
-    assert "s3cret" not in result.stdout
-    assert "PYTHONHASHSEED" in result.stdout
-    refused = {"namespaces": "ProcessLookupError", "uid": "PermissionError"}[wall]
-    assert result.stdout.splitlines()[-2:] == [refused] * 2
-
-
-def test_the_environment_is_built_anew(monkeypatch):
-    monkeypatch.setenv("API_KEY", "s3cret")
-    monkeypatch.setenv("PYTHONPATH", "/somewhere")
-    result = end(sandbox("process"), "import os, sys\nprint(dict(os.environ), sys.path)")
-    assert "s3cret" not in result.stdout
-    assert "/somewhere" not in result.stdout
-
-
-def test_there_is_no_network():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        code = f"import socket\nsocket.create_connection({server.getsockname()}, 5)"
-        result = end(sandbox("namespaces"), code)
-    assert result.why == "error"
-    assert "Network is unreachable" in result.stderr
-
-
-def test_no_home_and_no_sockets_of_the_machine():
-    code = "import os\nprint(os.listdir('/run'), os.path.exists('/usr/bin'))"
-    home = os.path.expanduser("~")
-    assert end(sandbox("namespaces"), code).stdout == "[] True\n"
-    if not os.access(home, os.W_OK):
-        pytest.skip(f"cannot write into {home}")
-    secret = Path(home, f".{uuid.uuid4()}")
-    secret.write_text("s3cret")
-    try:
-        result = end(sandbox("namespaces"), f"print(open({str(secret)!r}).read())")
-    finally:
-        secret.unlink()
-    assert "s3cret" not in result.stdout
-
-
 # ---------------------------------------------------------------- callers that go
 
 
@@ -398,13 +222,16 @@ def test_a_cancelled_run_leaves_nothing(isolation, caplog):
     assert not caplog.records  # such as that a supervisor had to be killed
 
 
+FEW = "import os, time\nfor _ in range(3): os.fork()\ntime.sleep(600)"
+
+
 def test_a_caller_that_is_killed_takes_its_programs_along(isolation):
     sandbox(isolation)
     python = PYTHONS.get(isolation, sys.executable)
     script = (
         "import asyncio\nfrom megarl.rollout.sandbox import *\n"
         f"box = PythonSandbox(Limits(wall_s=600), isolation=({isolation!r},), python={python!r})\n"
-        f"asyncio.run(box.run({BOMB!r}))"
+        f"asyncio.run(box.run({FEW!r}))"
     )
     caller = subprocess.Popen([sys.executable, "-c", script])
 
@@ -444,12 +271,89 @@ def test_an_isolation_that_is_refused_is_told_and_the_next_is_used(tmp_path, cap
         end(PythonSandbox(isolation=("uid",), **options), "print(1)")
 
 
-def test_an_isolation_that_has_worked_is_not_left(monkeypatch):
-    box = PythonSandbox(Limits(wall_s=LONG_S), isolation=("process", "namespaces"))
+def test_an_isolation_that_has_worked_is_not_left(tmp_path):
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.symlink_to(sys.executable)
+    box = PythonSandbox(
+        Limits(wall_s=LONG_S), isolation=("process", "namespaces"), python=str(python)
+    )
     assert end(box, "print(1)").stdout == "1\n"
-    monkeypatch.setattr(box, "python", "/no/such/python")
+    python.unlink()
     with pytest.raises(SandboxFailed, match=r"isolation process: the program's start"):
         end(box, "print(1)")
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """What was run by which isolation, on a machine that refuses namespaces and other users."""
+    seen, supervise = [], module._supervise
+
+    async def recorded(code, stdin, python, isolation, limits):
+        seen.append((code, isolation))
+        if isolation != "process":
+            return {"setup": "not here"}
+        return await supervise(code, stdin, python, isolation, limits)
+
+    monkeypatch.setattr(module, "_supervise", recorded)
+    monkeypatch.setattr(module, "_found", {})
+    return seen
+
+
+def test_a_program_is_run_once_by_what_a_harmless_one_has_found_for_all_sandboxes(runs):
+    named = get_args(Isolation)
+
+    async def both():
+        box = PythonSandbox(Limits(wall_s=LONG_S), isolation=named, max_concurrent=2)
+        return await asyncio.gather(box.run("print(1)"), box.run("print(2)"))
+
+    assert [result.stdout for result in asyncio.run(both())] == ["1\n", "2\n"]
+    assert end(PythonSandbox(Limits(wall_s=99), isolation=named), "print(3)").stdout == "3\n"
+    assert runs[:3] == [("pass", "namespaces"), ("pass", "uid"), ("pass", "process")]
+    assert sorted(runs[3:]) == [(f"print({i})", "process") for i in (1, 2, 3)]
+
+
+def test_no_program_is_root_unless_that_is_asked_for(runs, monkeypatch):
+    monkeypatch.setattr(os, "getuid", lambda: 0)
+    with pytest.raises(SandboxFailed, match=r"uid: not here.*start the run as a user without"):
+        asyncio.run(PythonSandbox().run("print(1)"))
+    assert runs == [("pass", "namespaces"), ("pass", "uid")]
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    result = asyncio.run(PythonSandbox(Limits(wall_s=LONG_S)).run("print(1)"))
+    assert (result.stdout, result.isolation) == ("1\n", "process")
+
+
+def test_an_interpreter_that_does_not_start_is_a_refusal(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho no library >&2\nexit 1\n")
+    python.chmod(0o755)
+    box = PythonSandbox(isolation=("process",), python=str(python))
+    with pytest.raises(SandboxFailed, match="python does not start: no library"):
+        end(box, "print(1)")
+
+
+def test_a_full_disk_is_told_and_nothing_is_run(monkeypatch, tmp_path):
+    box = sandbox("process")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(SandboxFailed, match=r"isolation process: .*No such file"):
+        end(box, "print(1)")
+
+
+def test_an_error_behind_the_start_is_no_refusal(monkeypatch):
+    for name in ("__init__", "prepare", "result", "clean_up"):
+        monkeypatch.setattr(sandbox_supervisor.Run, name, lambda *args: None)
+    cleaned = []
+    monkeypatch.setattr(sandbox_supervisor.Run, "clean_up", lambda run: cleaned.append(run))
+
+    def fail(run):
+        raise OSError("no such luck")
+
+    monkeypatch.setattr(sandbox_supervisor.Run, "result", fail)
+    with pytest.raises(OSError, match="no such luck"):
+        sandbox_supervisor._answer({}, 0)
+    monkeypatch.setattr(sandbox_supervisor.Run, "prepare", fail)
+    assert sandbox_supervisor._answer({}, 0) == {"setup": "no such luck"}
+    assert len(cleaned) == 2
 
 
 def test_wrong_arguments_are_named():
