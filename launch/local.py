@@ -151,6 +151,8 @@ def plan(
         env |= nccl_settings()
     if ports:
         env["MEGARL_SERVER_ADDRS"] = ",".join(f"127.0.0.1:{port}" for port in ports)
+    elif program == "verify":
+        env["MEGARL_SERVER_ADDRS"] = ""  # those of the environment are not its to push into
     if servers:
         again = _restarts(config, program) > 0
         env["MEGARL_RESTARTS"] = str(_requests(run_dir).absolute()) if again else ""

@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from megarl.config.load import load
@@ -25,6 +26,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--compare", type=Path)
     args = parser.parse_args(arguments)
     config: GRPOConfig = load(args.run_dir / "config.yaml", [])
+    # The servers are this evaluation's own; those that `servers` names are the training run's.
+    config = replace(config, rollout=replace(config.rollout, servers=None))
     assert config.valid_dataset is not None, "the launcher checked it"
     # Read first: the file written here may have its name.
     before = read_evaluation(args.compare, config.valid_dataset) if args.compare else None

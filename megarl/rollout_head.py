@@ -3,7 +3,6 @@
 No Megatron here: `megarl eval` uses it without a trainer.
 """
 
-import asyncio
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -19,17 +18,10 @@ from megarl.rollout.api import RolloutWorkflow
 from megarl.rollout.backends import make_client
 from megarl.rollout.engine import RemoteInferenceEngine
 from megarl.rollout.reward_worker import load_function
-from megarl.rollout.servers import wait_healthy
 from megarl.rollout.workflows import load_workflow
 from megarl.rollout.workflows.reward_fn import make_reward
 from megarl.stats.evaluation import Evaluation, PromptScores
 from megarl.trajectory import Trajectory
-
-
-def _comeback_s(config: GRPOConfig) -> float:
-    """How long a run without servers waits; 0 where nobody starts them again."""
-    somebody_does = restarts.folder() is not None or config.rollout.servers is not None
-    return config.rollout.setup_timeout_s if somebody_does else 0.0
 
 
 class RolloutHead:
@@ -62,7 +54,7 @@ class RolloutHead:
             clients,
             batch_size=config.train_dataset.batch_size,
             dump_dir=run_dir if config.rollout.dump_to_file else None,
-            comeback_s=_comeback_s(config),
+            comeback_s=restarts.comeback_s(config.rollout.setup_timeout_s),
             on_lost=restarts.ask_for_restart,
         )
         self.workflow = self._workflow(config.gconfig)
@@ -91,15 +83,8 @@ class RolloutHead:
         self.engine.initialize()
         # The servers hold no weights of ours: the first push lets episodes start.
         self.engine.pause()
-
-        async def all_healthy() -> None:
-            async with asyncio.TaskGroup() as tasks:
-                for client in self.engine.clients:
-                    tasks.create_task(
-                        wait_healthy(client.address, self.config.rollout.setup_timeout_s)
-                    )
-
-        self.engine.run(all_healthy(), timeout_s=self.config.rollout.setup_timeout_s + 60)
+        limit = self.config.rollout.setup_timeout_s
+        self.engine.run(self.engine.fleet.wait_healthy(limit), timeout_s=limit + 60)
         self.engine.start_health_watch()
 
     def evaluate(self) -> Evaluation:

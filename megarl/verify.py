@@ -293,7 +293,7 @@ def _servers(config: GRPOConfig, addresses: list[str]) -> Iterator[RemoteInferen
     if not addresses:
         yield None
         return
-    options = config.rollout
+    options = replace(config.rollout, servers=None)  # those of its own, not a training run's
     clients = [
         make_client(
             options.backend,

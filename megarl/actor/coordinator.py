@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megarl.actor.micro_batch import Batch
 from megarl.actor.scatter import scatter_batch
+from megarl.actor.stand_by import from_rank_0, standing_by
 from megarl.config.run import GRPOConfig
 from megarl.config.schema import TrainEngineConfig
 from megarl.parallel import Mesh
@@ -23,8 +24,6 @@ from megarl.rollout.api import AcceptFn, Row
 from megarl.rollout.remote import RemoteVLLMEngine, RowStream
 from megarl.rollout.workflows import WorkflowLike
 from megarl.rollout_head import Evaluation, RolloutHead
-
-_REFIT, _DONE = "refit", "done"
 
 
 @contextlib.contextmanager
@@ -46,8 +45,7 @@ def open_rollout(
 class DistRolloutCoordinator:
     """What rank 0's pool does for all ranks: batches and evaluations.
 
-    While rank 0 waits for episodes the others stand by: servers that were lost and came back get
-    their weights from all ranks.
+    While rank 0 waits for episodes the others stand by, see `megarl.actor.stand_by`.
 
     Args:
       refit: the present weights into all servers; collective.
@@ -72,7 +70,8 @@ class DistRolloutCoordinator:
         """
         batch: Batch | None = None
         stats: dict[str, float] = {}
-        with self._standing_by() as head:
+        head = self.head
+        with self._standing_by():
             if head is not None:
                 is_dynamic = self.config.dynamic_bs
                 batch = head.engine.prepare_batch(
@@ -90,37 +89,17 @@ class DistRolloutCoordinator:
 
     def evaluate(self) -> Evaluation | None:
         """The held-out rows under the servers' present weights; None on other ranks than 0."""
-        with self._standing_by() as head:
-            return head.evaluate() if head is not None else None
+        with self._standing_by():
+            return self.head.evaluate() if self.head is not None else None
 
     def agreed(self, yes: bool) -> bool:
         """Rank 0's answer, for what its clock decides."""
-        return self._from_rank_0(yes)
+        agreed: bool = from_rank_0(yes, self.mesh)
+        return agreed
 
-    @contextlib.contextmanager
-    def _standing_by(self) -> Iterator[RolloutHead | None]:
-        """The head on rank 0; on the others None, once rank 0 has left the same block."""
-        if self.head is None:
-            while self._from_rank_0(None) == _REFIT:
-                self._refit()
-            yield None
-            return
-
-        def refit_all() -> None:
-            self._from_rank_0(_REFIT)
-            self._refit()
-
-        self.head.engine.refit = refit_all
-        try:
-            yield self.head
-        finally:
-            self.head.engine.refit = None
-        self._from_rank_0(_DONE)
-
-    def _from_rank_0(self, value: Any) -> Any:
-        values = [value]
-        dist.broadcast_object_list(values, src=0, group=self.mesh.cpu_group)
-        return values[0]
+    def _standing_by(self) -> contextlib.AbstractContextManager[None]:
+        engine = self.head.engine if self.head is not None else None
+        return standing_by(engine, self.mesh, self._refit)
 
 
 class _OutOfRows(Exception):
@@ -148,7 +127,8 @@ class ScriptCoordinator:
 
     A dataloader gives a step's rows on rank 0 alone (whose batch_size is then B, the rollout
     engine's consumer_batch_size), or each data-parallel rank has one of its own share of the
-    data, with B / dp rows a batch. Every method is collective over the world.
+    data, with B / dp rows a batch. Every method is collective over the world: while rank 0 waits
+    for episodes the others stand by, see `megarl.actor.stand_by`.
 
     Args:
       rollout_engine: initialised; only that of rank 0 acts.
@@ -157,6 +137,7 @@ class ScriptCoordinator:
 
     def __init__(self, rollout_engine: RemoteVLLMEngine, train_engine: "TrainRank") -> None:
         self.rollout, self.mesh = rollout_engine, train_engine.mesh
+        self._refit = train_engine.refit
         self._n_minibatches = getattr(train_engine.config, "ppo_n_minibatches", 1)
         self._seed = train_engine.seed
         self._num_batches = 0
@@ -198,8 +179,10 @@ class ScriptCoordinator:
         batch: Batch | None = None
         if self._is_share(dataloader.batch_size):
             batch = self._prepare_from_shares(dataloader, prepare)
-        elif self.rollout.is_head:
-            batch = prepare(dataloader)
+        else:
+            with self._standing_by():
+                if self.rollout.is_head:
+                    batch = prepare(dataloader)
         return self._scatter(batch, granularity)
 
     def rollout_batch(
@@ -222,15 +205,20 @@ class ScriptCoordinator:
         workflow = _needed(workflow)
         rows = self._gather(data) if self._is_share(len(data)) else data
         batch: Batch | None = None
-        if self.rollout.is_head:
-            batch = self.rollout.rollout_batch(
-                rows,
-                workflow,
-                should_accept_fn,
-                workflow_kwargs=workflow_kwargs,
-                group_size=group_size,
-            )
+        with self._standing_by():
+            if self.rollout.is_head:
+                batch = self.rollout.rollout_batch(
+                    rows,
+                    workflow,
+                    should_accept_fn,
+                    workflow_kwargs=workflow_kwargs,
+                    group_size=group_size,
+                )
         return self._scatter(batch, granularity)
+
+    def _standing_by(self) -> contextlib.AbstractContextManager[None]:
+        engine = self.rollout.engine if self.rollout.is_head else None
+        return standing_by(engine, self.mesh, self._refit)
 
     def _scatter(self, batch: Batch | None, granularity: int) -> Batch:
         seed = self._seed + self._num_batches
@@ -257,8 +245,8 @@ class ScriptCoordinator:
         assert self._shared is not None
         batch: Batch | None = None
         while batch is None:
-            if self.rollout.is_head:
-                with contextlib.suppress(_OutOfRows):
+            with self._standing_by(), contextlib.suppress(_OutOfRows):
+                if self.rollout.is_head:
                     batch = prepare(self._shared)
             if not self._of_rank_0(batch is None):
                 break
@@ -291,6 +279,7 @@ class TrainRank(Protocol):
     def config(self) -> TrainEngineConfig: ...
     @property
     def seed(self) -> int: ...
+    def refit(self) -> None: ...
 
 
 def _needed(workflow: WorkflowLike | None) -> WorkflowLike:

@@ -96,6 +96,8 @@ class MegatronPPOActor:
         self._coordinator: ScriptCoordinator | None = None
         self._pusher: Pusher | None = None
         self._sends_as: WeightUpdateMeta | None = None
+        self._pushed = 0
+        """What the servers call the weights of the last push."""
         self._batch_stats: dict[str, float] = {}
 
     # ------------------------------------------------------------------ begin and end
@@ -228,9 +230,18 @@ class MegatronPPOActor:
             )
         self._push(self.engine.version + 1 if meta.version is None else meta.version)
 
+    def refit(self) -> None:
+        """The present weights into every server once more: some may have come back without.
+
+        Raises:
+          WeightUpdateError: a server did not take them.
+        """
+        self._push(self._pushed)
+
     def _push(self, version: int) -> None:
         pusher, rollout = self._pusher, _made(self._rollout, "connect_engine")
         _made(pusher, "connect_engine").push(self.engine.export, version)
+        self._pushed = version
         if rollout.is_head:
             rollout.on_pushed(version)
         dist.barrier(group=self.cpu_group)

@@ -6,18 +6,17 @@ on: whatever was submitted is admitted as versions advance.
 """
 
 import asyncio
-import concurrent.futures
 import gc
 import logging
-import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from megarl.config.schema import GenerationHyperparameters, InferenceEngineConfig
-from megarl.errors import EngineError, EngineTimeout
+from megarl.config.schema import InferenceEngineConfig
+from megarl.errors import EngineError
+from megarl.rollout import restarts
 from megarl.rollout.api import (
     AcceptFn,
     ModelRequest,
@@ -30,6 +29,8 @@ from megarl.rollout.client import PauseMode, ServerClient
 from megarl.rollout.executor import Prompts, WorkflowExecutor
 from megarl.rollout.finished import as_batch
 from megarl.rollout.fleet import Fleet
+from megarl.rollout.generation import respond
+from megarl.rollout.loop import LoopThread
 from megarl.rollout.membership import read_servers
 from megarl.rollout.server_state import State
 from megarl.rollout.staleness import StalenessManager
@@ -41,8 +42,21 @@ T = TypeVar("T")
 
 _CONTROL_TIMEOUT_S = 120.0
 _CLIENTS_POLL_S = 0.25
-_SEEDS = 1 << 31
-_SEED_STRIDE = 1_000_003
+WEIGHTS_LIMIT_S = 150.0
+"""Servers that are up, wait for weights so long, and nobody will bring any: an error. Longer than
+a server is given to answer what it has before it leaves."""
+
+
+class StandBy(Protocol):
+    """What the trainer's thread does while it waits for episodes."""
+
+    def refit(self) -> None:
+        """Bring the present weights to servers that came back: no other one is left."""
+        ...
+
+    def go_on(self) -> None:
+        """Called about once a second."""
+        ...
 
 
 class RemoteInferenceEngine:
@@ -72,6 +86,7 @@ class RemoteInferenceEngine:
             on_lost=on_lost,
             token_timeout_s=config.token_timeout_s,
             members=partial(read_servers, source) if source is not None else None,
+            takes_back=restarts.are_elsewhere(),
             connect=partial(
                 make_client,
                 config.backend,
@@ -82,32 +97,21 @@ class RemoteInferenceEngine:
         self.batch_size = config.consumer_batch_size or batch_size
         self._dump_dir = dump_dir
         self._version = 0
+        self._stopped: list[ServerClient] = []
+        """By `pause_generation`, and not resumed yet."""
         self._stopped_s = time.monotonic()
-        """When `pause_generation` last stopped the servers."""
-        self._dead: EngineError | None = None
-        self.refit: Callable[[], None] | None = None
-        """What brings weights to servers that came back while the trainer waits here for
-        episodes. Runs in the trainer's thread."""
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        """When it last stopped them."""
+        self.standby: StandBy | None = None
+        """Set while the trainer waits here for episodes."""
+        self._loop = LoopThread("rollout", self._main)
 
     # ------------------------------------------------------------------ the loop
 
     def initialize(self) -> None:
         """Start the loop's thread."""
-        started = threading.Event()
+        self._loop.start()
 
-        def run_loop() -> None:
-            asyncio.run(self._main(started))
-
-        self._thread = threading.Thread(target=run_loop, name="rollout", daemon=True)
-        self._thread.start()
-        if not started.wait(_CONTROL_TIMEOUT_S):
-            raise EngineTimeout(f"the rollout loop did not start in {_CONTROL_TIMEOUT_S} s")
-
-    async def _main(self, started: threading.Event) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._stop = asyncio.Event()
+    async def _main(self, on_started: Callable[[], None], stop: asyncio.Event) -> None:
         self._generating = asyncio.Event()
         self._generating.set()
         self._health_watch: asyncio.Task[None] | None = None
@@ -124,8 +128,8 @@ class RemoteInferenceEngine:
         )
         # What is imported by now stays; a collection that walks it takes a second at a time.
         gc.freeze()
-        started.set()
-        await self._stop.wait()
+        on_started()
+        await stop.wait()
         if self._health_watch is not None:
             self._health_watch.cancel()
         await self.executor.close()
@@ -133,29 +137,55 @@ class RemoteInferenceEngine:
         gc.unfreeze()
 
     def run(self, coro: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
-        """The result of `coro`, run on the loop. EngineTimeout after `timeout_s`."""
-        assert self._loop is not None, "initialize() comes first"
-        future = asyncio.run_coroutine_threadsafe(coro, self._loop)
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            done, _ = concurrent.futures.wait([future], timeout=1.0)
-            if done:
-                return future.result()
-            if self._dead is not None:
-                future.cancel()
-                raise self._dead
-            if self.refit is not None and self.fleet.needs_weights:
-                refit, self.refit = self.refit, None  # what it asks of the loop waits here, too
-                refit()
-                self.refit = refit
-            if deadline is not None and time.monotonic() > deadline:
-                future.cancel()
-                name = getattr(coro, "__qualname__", "a coroutine")
-                raise EngineTimeout(f"{name}: not done after {timeout_s} s on the loop")
+        """The result of `coro`, run on the loop.
+
+        Args:
+          timeout_s: None is for what takes as long as episodes do.
+
+        Raises:
+          EngineTimeout: it is not done after `timeout_s`.
+          EngineError: no server is left; or, without a limit, those that are up wait for weights
+            that nobody brings.
+        """
+        served_s = time.monotonic()
+
+        def on_wake() -> None:
+            nonlocal served_s
+            if self._stand_by() or not self.fleet.needs_weights:
+                served_s = time.monotonic()
+            elif timeout_s is None and time.monotonic() - served_s > WEIGHTS_LIMIT_S:
+                raise self._unserved()
+
+        return self._loop.run(coro, timeout_s, on_wake)
+
+    def _stand_by(self) -> bool:
+        """Whether somebody does."""
+        standby, self.standby = self.standby, None  # what it asks of the loop waits here, too
+        if standby is None:
+            return False
+        if self.fleet.needs_weights:
+            standby.refit()
+        else:
+            standby.go_on()
+        self.standby = standby
+        return True
+
+    def _unserved(self) -> EngineError:
+        addresses = ", ".join(client.address for client in self.clients)
+        return EngineError(
+            f"servers {addresses} are up and have no weights, for {WEIGHTS_LIMIT_S:g} s, and no "
+            "trainer stands by to bring them: they were started again, or are new"
+        )
 
     async def watch_health(self) -> None:
         """Until no healthy server is left: then `run` raises. Ends with the loop."""
-        self._dead = await self.fleet.watch()
+        try:
+            error = await self.fleet.watch()
+        except Exception as bug:
+            # Without it a server that is lost would be waited for without end.
+            logger.exception("the watch over the servers broke")
+            error = EngineError(f"the watch over the servers broke: {bug!r}")
+        self._loop.die(error)
 
     @property
     def clients(self) -> list[ServerClient]:
@@ -198,65 +228,18 @@ class RemoteInferenceEngine:
 
     def destroy(self) -> None:
         """End all episodes and the loop."""
-        if self._loop is None or self._thread is None:
-            return
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(_CONTROL_TIMEOUT_S)
-        if self._thread.is_alive():
-            raise EngineTimeout(f"the rollout loop did not end in {_CONTROL_TIMEOUT_S} s")
-        self._loop = self._thread = None
+        self._loop.stop()
 
     # ------------------------------------------------------------------ generation (in the loop)
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        """One response, through any number of interruptions.
+        """One response, see `megarl.rollout.generation`."""
+        limit = self.config.max_tokens_per_request
+        return await respond(req, self.fleet, self._generating, limit)
 
-        It is asked for in parts of at most `rollout.max_tokens_per_request`; what a pause ended
-        is asked for again when generation is resumed, and what a server owed that is lost, of
-        another one. Tokens so far are the next part's prompt; each keeps the logprob and version
-        it was sampled with.
-
-        Raises:
-          ValueError: the prompt leaves no room for a token.
-          EngineError: the server failed, or stayed silent.
-        """
-        gconfig = req.gconfig
-        budget = min(gconfig.max_new_tokens, gconfig.max_tokens - len(req.input_ids))
-        if budget < 1:
-            raise ValueError(
-                f"request {req.rid}: a prompt of {len(req.input_ids)} tokens leaves no room in "
-                f"max_tokens {gconfig.max_tokens}"
-            )
-        out = ModelResponse(input_tokens=list(req.input_ids), stop_reason="abort")
-        started = time.monotonic()
-        most = self._most_tokens(gconfig, budget)
-        while out.stop_reason == "abort":
-            await self._generating.wait()
-            done = out.output_len
-            wanted = min(most, budget - done)
-            part = ModelRequest(
-                rid=req.rid, input_ids=out.input_tokens + out.output_tokens, gconfig=gconfig
-            )
-            chunk = await self.fleet.generate(part, _rest(gconfig, done), wanted)
-            if not done:
-                out.ttft_s = time.monotonic() - started
-            out.output_tokens += chunk.tokens
-            out.output_logprobs += chunk.logprobs
-            out.output_versions += chunk.versions
-            out.stop_reason = chunk.stop_reason  # type: ignore[assignment]
-            if out.stop_reason == "length" and len(chunk.tokens) == wanted:
-                out.stop_reason = "abort"  # of this part only
-            if out.stop_reason == "abort" and out.output_len >= budget:
-                out.stop_reason = "length"
-        out.latency_s = time.monotonic() - started
-        return out
-
-    def _most_tokens(self, gconfig: GenerationHyperparameters, budget: int) -> int:
-        """Of one part. A server that sees a part looks for no stop string that began before it,
-        and counts no repetitions."""
-        is_one_piece = bool(gconfig.stop) or gconfig.frequency_penalty != 0
-        limit = None if is_one_piece else self.config.max_tokens_per_request
-        return budget if limit is None else limit
+    async def from_another_loop(self, coro: Coroutine[Any, Any, T]) -> T:
+        """See LoopThread.run_from_another. EngineError: no server is left, or the loop ends."""
+        return await self._loop.run_from_another(coro)
 
     # ------------------------------------------------------------------ versions and pauses
 
@@ -264,10 +247,15 @@ class RemoteInferenceEngine:
         return self._version
 
     def set_version(self, version: int) -> None:
-        """The servers hold `version`: more episodes may start."""
+        """The servers hold `version`: more episodes may start.
+
+        The last one before the first episode is where the pool begins, whatever its number: see
+        StalenessManager.on_version.
+        """
 
         def advance() -> None:
             self._version = version
+            self.executor.staleness.on_version(version)
             self.executor.admit()
 
         self._call(advance)
@@ -296,26 +284,59 @@ class RemoteInferenceEngine:
         self._call(self.executor.resume)
 
     def pause_generation(self, mode: PauseMode = "abort") -> None:
-        """Stop every server; requests aborted by it wait for `continue_generation`."""
+        """Stop every server; requests aborted by it wait for `continue_generation`.
+
+        One that fails is dead, and its requests go to the others. EngineError: none is left.
+        """
 
         async def stop_all() -> None:
             self._generating.clear()
-            async with asyncio.TaskGroup() as tasks:
-                for client in self.clients:
-                    tasks.create_task(client.pause(mode))
+            self._stopped = self.clients
+            try:
+                await self.ask_each(self._stopped, lambda client: client.pause(mode))
+            except BaseException:
+                self._generating.set()
+                raise
             self._stopped_s = time.monotonic()
 
         self.run(stop_all(), _CONTROL_TIMEOUT_S)
 
     def continue_generation(self) -> None:
+        """EngineError: no server is left."""
+
         async def start_all() -> None:
-            async with asyncio.TaskGroup() as tasks:
-                for client in self.clients:
-                    tasks.create_task(client.resume())
-            trace.span("generation stopped", trace.PAUSES, self._stopped_s, time.monotonic())
-            self._generating.set()
+            # One that was stopped may be about to leave, and still has requests.
+            stopped = dict.fromkeys((*self.clients, *self._stopped))
+            paused = [client for client in stopped if client.is_paused]
+            try:
+                await self.ask_each(paused, lambda client: client.resume())
+            finally:
+                self._stopped = []
+                trace.span("generation stopped", trace.PAUSES, self._stopped_s, time.monotonic())
+                self._generating.set()
 
         self.run(start_all(), _CONTROL_TIMEOUT_S)
+
+    async def ask_each(
+        self, clients: Iterable[ServerClient], call: Callable[[ServerClient], Awaitable[None]]
+    ) -> None:
+        """`call` of these servers at once; one that fails is dead. In the loop.
+
+        Raises:
+          EngineError: no server is left.
+        """
+        alive = [client for client in clients if self.fleet.state_of(client) is not State.DEAD]
+
+        async def ask(client: ServerClient) -> EngineError | None:
+            try:
+                await call(client)
+            except EngineError as error:
+                return error
+            return None
+
+        for client, error in zip(alive, await asyncio.gather(*map(ask, alive)), strict=True):
+            if error is not None:
+                self.fleet.drop(client, str(error))
 
     def cancel_episodes(self) -> None:
         """End every episode, queued or running; returns when they have ended."""
@@ -370,12 +391,3 @@ class RemoteInferenceEngine:
             "servers_ready": float(self.fleet.num_in(State.READY)),
         }
         return stats | servers
-
-
-def _rest(gconfig: GenerationHyperparameters, done: int) -> GenerationHyperparameters:
-    """For what follows the first `done` tokens."""
-    if not done:
-        return gconfig
-    # The same seed would draw the same numbers again.
-    seed = None if gconfig.seed is None else (gconfig.seed + done * _SEED_STRIDE) % _SEEDS
-    return gconfig.new(min_new_tokens=max(0, gconfig.min_new_tokens - done), seed=seed)

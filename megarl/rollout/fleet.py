@@ -17,6 +17,7 @@ from megarl.rollout.client import ConnectionBroken, ServerClient, ServerFailed
 from megarl.rollout.health import NoTokens, StartedAgain, check_dead, check_up
 from megarl.rollout.router import BLOCK_TOKENS, Router
 from megarl.rollout.server_state import UP, Server, State
+from megarl.rollout.servers import wait_healthy
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +114,28 @@ class Fleet:
             await client.close()
         self._left.clear()
 
+    async def wait_healthy(self, timeout_s: float) -> None:
+        """Until all are up. Of servers that somebody else starts, one that is not is dead.
+
+        Raises:
+          EngineError: one is not up after `timeout_s`; or none, of servers of somebody else.
+        """
+
+        async def error_of(client: ServerClient) -> EngineError | None:
+            try:
+                await wait_healthy(client.address, timeout_s)
+            except EngineError as error:
+                return error
+            return None
+
+        clients = self.clients
+        errors = await asyncio.gather(*map(error_of, clients))
+        failed = [(c, error) for c, error in zip(clients, errors, strict=True) if error is not None]
+        if failed and (not self._takes_back or len(failed) == len(clients)):
+            raise failed[0][1]
+        for client, error in failed:
+            self.drop(client, str(error))
+
     # ------------------------------------------------------------------ requests
 
     async def generate(
@@ -207,6 +230,8 @@ class Fleet:
         """These servers have the present weights."""
         for client in clients:
             server = self._servers.get(client)
+            if server is not None:
+                server.was_given = True
             if server is not None and server.state is State.STALE:
                 server.set_state(State.READY)
                 server.last_answer_s = time.monotonic()

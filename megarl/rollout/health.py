@@ -28,7 +28,7 @@ async def check_up(server: Server, interval_s: float, token_timeout_s: float) ->
         await client.health(timeout_s=2 * interval_s)
         if server.state is not State.READY or client.is_paused:
             return None
-        if server.num_ill and await client.weight_version() == NO_VERSION:
+        if server.num_ill and server.was_given and await client.weight_version() == NO_VERSION:
             return StartedAgain("it has no weights of a push")
         if not server.running or time.monotonic() - server.last_answer_s < interval_s:
             return None

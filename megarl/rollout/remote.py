@@ -5,25 +5,26 @@ addresses are in the environment. On the other ranks what controls the servers d
 and what would give episodes is an error: they get theirs through the actor.
 """
 
-import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.config.schema import InferenceEngineConfig
 from megarl.errors import EngineError
+from megarl.rollout import restarts
 from megarl.rollout.api import NO_VERSION, AcceptFn, ModelRequest, ModelResponse, Row
 from megarl.rollout.backends import make_client
-from megarl.rollout.client import PauseMode, ServerClient
+from megarl.rollout.client import PauseMode
 from megarl.rollout.engine import RemoteInferenceEngine
 from megarl.rollout.finished import as_batch
 from megarl.rollout.membership import named_servers
-from megarl.rollout.servers import wait_healthy
+from megarl.rollout.server_state import State
 from megarl.rollout.workflows import ResolvedWorkflows, WorkflowLike, resolve_accept_fn
 from megarl.trajectory import Trajectory
 
 NO_WEIGHTS = "MEGARL_SERVERS_WITHOUT_WEIGHTS"
 """Set by a launcher whose servers wait for the first push with random weights."""
+_CONTROL_TIMEOUT_S = 120.0
 
 
 class RowStream:
@@ -119,11 +120,16 @@ class RemoteVLLMEngine:
             )
             for address in _addresses(addr, config)
         ]
-        engine = RemoteInferenceEngine(config, clients, batch_size=config.consumer_batch_size or 1)
+        engine = RemoteInferenceEngine(
+            config,
+            clients,
+            batch_size=config.consumer_batch_size or 1,
+            comeback_s=restarts.comeback_s(config.setup_timeout_s),
+        )
         engine.initialize()
         self._engine = engine
         try:
-            engine.run(self._start(clients), timeout_s=config.setup_timeout_s + 60)
+            engine.run(self._start(engine), timeout_s=config.setup_timeout_s + 60)
             engine.start_health_watch()
         except BaseException:
             self.destroy()
@@ -131,10 +137,9 @@ class RemoteVLLMEngine:
         if self._pushed is None:
             engine.pause()
 
-    async def _start(self, clients: list[ServerClient]) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            for client in clients:
-                tasks.create_task(wait_healthy(client.address, self.config.setup_timeout_s))
+    async def _start(self, engine: RemoteInferenceEngine) -> None:
+        await engine.fleet.wait_healthy(self.config.setup_timeout_s)
+        clients = engine.clients
         versions = [await client.weight_version() for client in clients]
         if NO_VERSION not in versions:  # an earlier engine of this run has pushed them
             self._pushed = max(versions)
@@ -158,17 +163,22 @@ class RemoteVLLMEngine:
         return self._version
 
     def set_version(self, version: int) -> None:
-        """What the servers hold is `version`: more episodes may start, tokens carry it."""
+        """What the servers hold is `version`: more episodes may start, tokens carry it.
+
+        A script that goes on calls it before its first episode: there the pool begins, and what
+        it makes is no older than `max_head_offpolicyness` versions at its step.
+        """
         self._version = version
         if self.is_head:
             if self._pushed not in (None, version):
-                self.engine.run(self._name_weights(version), timeout_s=None)
+                self.engine.run(self._name_weights(version), _CONTROL_TIMEOUT_S)
             self.engine.set_version(version)
 
     async def _name_weights(self, version: int) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            for client in self.engine.clients:
-                tasks.create_task(client.set_version(version))
+        """Of the servers that have some; one that fails is dead. EngineError: none is left."""
+        fleet = self.engine.fleet
+        ready = [client for client in fleet.clients if fleet.state_of(client) is State.READY]
+        await self.engine.ask_each(ready, lambda client: client.set_version(version))
         self._pushed = version
 
     def on_pushed(self, version: int) -> None:
@@ -205,9 +215,13 @@ class RemoteVLLMEngine:
     # ------------------------------------------------------------------ episodes
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        """One response; for a caller on a loop of its own."""
-        engine = self.engine
-        return await asyncio.to_thread(engine.run, engine.agenerate(req), None)
+        """One response; for a caller on a loop of its own, and cancelled with it.
+
+        Raises:
+          ValueError: the prompt leaves no room for a token.
+          EngineError: no server is left, or the one that was asked refused.
+        """
+        return await self.engine.from_another_loop(self.engine.agenerate(req))
 
     def submit(
         self,

@@ -43,6 +43,8 @@ class Server:
         """Ids of requests whose answers were errors of its own, since its last good one."""
         self.is_lost = False
         """It died; what left the fleet did not."""
+        self.was_given = False
+        """Weights of a push, so that it has a version."""
         self.was_silent = False
         """Since it is dead: it has gone, so an answer is that of another process."""
         self.num_ill = 0

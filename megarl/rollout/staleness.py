@@ -2,12 +2,13 @@
 
 At version v an episode may start while
 
-    accepted + spent + running < (eta + v + 1) B                                            (1)
+    accepted + spent + running < (eta + v - v0 + 1) B                                       (1)
 
-so those of versions <= v, consumed B a step and oldest first, are used up by step v + eta:
-nothing finished is ever thrown away for its age. Rejected episodes leave the sum, which lets
-others take their place; where batches are dynamic they stay in it as `spent`: a step then
-consumes B places, some of them of rejected episodes.
+where v0 is the version at which the pool began, 0 in most runs. So those of versions <= v,
+consumed B a step and oldest first, are used up by step v + eta: nothing finished is ever thrown
+away for its age. Rejected episodes leave the sum, which lets others take their place; where
+batches are dynamic they stay in it as `spent`: a step then consumes B places, some of them of
+rejected episodes.
 
 A long episode may be overtaken by younger ones, so (1) alone bounds only the mean. Of those that
 started at u or before, the steps after v that may still take them, up to u + eta, have room for
@@ -53,6 +54,7 @@ class StalenessManager:
         self.consumer_batch_size = consumer_batch_size
         self.max_staleness = max_staleness
         self._submitted = self._accepted = self._rejected = self._spent = 0
+        self._first_version = 0
         self._running: Counter[int] = Counter()
         """Episodes that run, by the version at which they started."""
 
@@ -74,10 +76,11 @@ class StalenessManager:
     def capacity(self, version: int) -> int:
         """Episodes that may start now; 0 or less is none.
 
-        min( C - running,  (eta + version + 1) B - (accepted + spent + running) )
+        min( C - running,  (eta + version - v0 + 1) B - (accepted + spent + running) )
         """
         running = self._running.total()
-        allowed = (self.max_staleness + version + 1) * self.consumer_batch_size
+        steps = self.max_staleness + version - self._first_version + 1
+        allowed = steps * self.consumer_batch_size
         used = self._accepted + self._spent + running
         return min(self.max_concurrent_rollouts - running, allowed - used)
 
@@ -125,9 +128,22 @@ class StalenessManager:
         else:
             self._accepted += 1
 
+    def on_version(self, version: int) -> None:
+        """The servers hold `version`. While no episode has a place, the pool begins here.
+
+        No step before this one has taken anything of the pool: they were those of an earlier
+        process, or of batches that were generated at once. If their (version - v0) B places
+        counted as free, so many episodes more could start now, and the last of them would be
+        trained on version - v0 steps too late. Steps that pass the pool by while it holds
+        episodes are not seen here: those episodes then grow too old.
+        """
+        if not self._accepted + self._spent + self._running.total():
+            self._first_version = version
+
     def on_version_recovered(
         self, version: int, submitted: int = 0, rejected: int = 0, spent: int = 0
     ) -> None:
         """After a restart at `version`: all steps before it have used up their places."""
+        self._first_version = 0
         self._accepted = version * self.consumer_batch_size - spent
         self._submitted, self._rejected, self._spent = submitted, rejected, spent

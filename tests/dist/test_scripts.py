@@ -50,6 +50,7 @@ class Rollout:
     def __init__(self, rank, pulls=1):
         self.is_head, self.pulls = rank == 0, pulls
         self.config = SimpleNamespace(consumer_batch_size=4)
+        self.engine = SimpleNamespace(standby=None)
         self.rows = []
 
     def prepare_batch(self, stream, *, dynamic_bs, fewest, **asked):

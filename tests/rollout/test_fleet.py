@@ -242,6 +242,7 @@ def test_a_server_that_was_started_again_unseen_waits_for_weights(quick):
     """It was away for less than the limit, and nobody asked it for anything meanwhile."""
 
     async def test(fleet, a, b):
+        fleet.refitted([a, b])
         watch = asyncio.create_task(fleet.watch())
         a.health_error = EngineError("refused")
         await until(lambda: fleet._servers[a].num_ill)

@@ -7,6 +7,7 @@ from scripted_fleet import LIMIT_S, arrived, ask, run, until
 
 from megarl.errors import EngineError
 from megarl.rollout import fleet as fleet_module
+from megarl.rollout.api import NO_VERSION
 from megarl.rollout.client import ConnectionBroken, ServerFailed
 from megarl.rollout.server_state import State
 
@@ -145,3 +146,45 @@ def test_one_late_check_is_not_the_end_of_a_server(quick, monkeypatch):
         watch.cancel()
 
     run(test)
+
+
+def test_a_server_that_was_given_no_weights_was_not_started_again(quick):
+    """An evaluation's have loaded their own, which have no version."""
+
+    async def test(fleet, a, b):
+        a.version = b.version = NO_VERSION
+        watch = asyncio.create_task(fleet.watch())
+        a.health_error = EngineError("late")
+        await until(lambda: fleet._servers[a].num_ill)
+        a.health_error = None
+        await until(lambda: fleet._servers[a].num_ill == 0)
+        assert fleet.clients == [a, b]
+        assert fleet.state_of(a) is State.READY
+        watch.cancel()
+
+    run(test)
+
+
+@pytest.mark.parametrize("takes_back", [True, False])
+def test_a_server_that_does_not_come_up(monkeypatch, takes_back):
+    """Of a launcher's servers that is a mistake; of a long list, one server less."""
+
+    async def wait_healthy(address, timeout_s):
+        if address in down:
+            raise EngineError(f"{address} is not up")
+
+    monkeypatch.setattr(fleet_module, "wait_healthy", wait_healthy)
+    down = ["b"]
+
+    async def test(fleet, a, b):
+        if not takes_back:
+            with pytest.raises(EngineError, match="b is not up"):
+                await fleet.wait_healthy(1.0)
+            return
+        await fleet.wait_healthy(1.0)
+        assert fleet.clients == [a]
+        down.append("a")
+        with pytest.raises(EngineError, match="a is not up"):
+            await fleet.wait_healthy(1.0)
+
+    run(test, takes_back=takes_back, comeback_s=LIMIT_S)

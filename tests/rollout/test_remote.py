@@ -1,5 +1,7 @@
 """RemoteVLLMEngine on rank 0 against a server that answers and knows its version."""
 
+import asyncio
+
 import pytest
 import torch
 from aiohttp import web
@@ -7,8 +9,12 @@ from tiny_server import LoopThread
 
 from megarl.config.schema import InferenceEngineConfig
 from megarl.errors import EngineError
+from megarl.rollout import fleet as fleet_module
+from megarl.rollout import restarts
 from megarl.rollout.api import ModelRequest
 from megarl.rollout.remote import NO_WEIGHTS, RemoteVLLMEngine
+
+WAIT_S = 120.0
 
 
 class Server:
@@ -22,6 +28,7 @@ class Server:
         app.router.add_get("/health", self.health)
         app.router.add_get("/weight_info", self.weight_info)
         app.router.add_post("/update_weight_version", self.name_version)
+        app.router.add_post("/resume", self.health)
         app.router.add_post("/inference/v1/generate", self.generate)
         self.runner = web.AppRunner(app)
         await self.runner.setup()
@@ -144,6 +151,65 @@ def test_a_push_does_not_end_the_scripts_own_pause(rollout):
     assert engine.export_stats()["running"] + engine.export_stats()["accepted"] == 0
     engine.resume()
     assert engine.wait(1, timeout=60)["rewards"].tolist() == [3]
+
+
+class Dated(Plain):
+    """The version at which each episode started, by the row's value."""
+
+    def __init__(self):
+        self.born = {}
+
+    async def arun_episode(self, engine, data):
+        self.born[data["value"]] = engine.get_version()
+        return await super().arun_episode(engine, data)
+
+
+@pytest.mark.parametrize("first", [0, 1, 100])
+def test_no_episode_is_too_old_wherever_a_script_begins(rollout, first):
+    """After 1 step on batches made at once, or after 100 of an earlier process."""
+    engine, _ = rollout(max_head_offpolicyness=0, max_concurrent_rollouts=64)
+    workflow = Dated()
+    engine.rollout_batch([{"value": -1}], workflow)
+    if first:
+        engine.on_pushed(first)
+        engine.set_version(first)
+    loader, lags = Loader([[{"value": 2 * i}, {"value": 2 * i + 1}] for i in range(9)]), []
+    for version in range(first, first + 6):
+        batch = engine.prepare_batch(loader, workflow)
+        lags += [version - workflow.born[value] for value in batch["rewards"].tolist()]
+        engine.on_pushed(version + 1)
+        engine.set_version(version + 1)
+    assert lags == [0] * 12
+
+
+def test_a_fleet_of_somebody_elses_servers_may_be_gone_for_a_while(rollout, tmp_path, monkeypatch):
+    """Servers that were only out of reach are asked for again, and wait for weights."""
+    monkeypatch.setattr(fleet_module, "HEALTH_INTERVAL_S", 0.3)
+    monkeypatch.setenv(restarts.FOLDER_ENV, "")  # of a launcher that starts none again
+    engine, server = rollout(setup_timeout_s=WAIT_S)
+    with pytest.raises(EngineError, match="no server is left: gone"):
+        engine.engine.drop(engine.engine.clients[0], "gone")
+    monkeypatch.delenv(restarts.FOLDER_ENV)
+    listed = tmp_path / "servers.txt"
+    listed.write_text(server.address)
+    engine, server = rollout(servers=str(listed), setup_timeout_s=WAIT_S)
+    engine.engine.drop(engine.engine.clients[0], "gone")
+    fleet = engine.engine.fleet
+
+    async def is_back():
+        async with asyncio.timeout(WAIT_S):
+            while not fleet.needs_weights:  # noqa: ASYNC110 - a state has no event
+                await asyncio.sleep(0.01)
+
+    engine.engine.run(is_back(), WAIT_S)
+    assert fleet.num_lost == 1
+
+
+def test_a_server_that_does_not_start_is_an_error_of_its_own(rollout, tmp_path):
+    listed = tmp_path / "servers.txt"
+    listed.write_text("127.0.0.1:9")
+    with pytest.raises(EngineError, match=r"127\.0\.0\.1:9"):
+        rollout(servers=str(listed), setup_timeout_s=0.1)
 
 
 def test_batches_come_from_one_pass_over_the_dataloader(rollout):

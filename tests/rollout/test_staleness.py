@@ -29,6 +29,20 @@ def test_recovery_counts_consumed_batches_as_accepted():
     assert manager.capacity(5) == 4
 
 
+def test_the_bound_counts_from_the_version_at_which_the_pool_begins():
+    manager = StalenessManager(100, 4, 1)
+    manager.on_version(99)
+    manager.on_submitted()
+    manager.on_version(100)
+    assert manager.capacity(100) == 8
+    manager.on_started(100)
+    manager.on_version(101)
+    assert manager.capacity(101) == 12 - 1
+    manager.on_version_recovered(5)
+    manager.on_version(5)
+    assert manager.capacity(5) == 8 - 1  # that one still runs
+
+
 @settings(max_examples=400)
 @given(data=st.data(), is_dynamic=st.booleans())
 def test_no_episode_is_older_than_the_bound_when_it_is_trained_on(data, is_dynamic):
@@ -37,6 +51,8 @@ def test_no_episode_is_older_than_the_bound_when_it_is_trained_on(data, is_dynam
     batch = data.draw(st.integers(1, 4))
     manager = StalenessManager(data.draw(st.integers(1, 12)), batch, eta)
     version, running, finished = 0, [], []
+    for version in data.draw(st.sampled_from([[0], [0, 1, 2], [100]])):
+        manager.on_version(version)  # of steps that were none of this pool's
     for _ in range(data.draw(st.integers(1, 80))):
         choice = data.draw(st.sampled_from(["start", "finish", "reject", "train"]))
         if choice == "start" and manager.capacity(version) > 0:
@@ -55,6 +71,7 @@ def test_no_episode_is_older_than_the_bound_when_it_is_trained_on(data, is_dynam
             # The weights being trained are `version`; the oldest sample is from `born`.
             assert all(version - born <= eta for born in taken)
             version += 1
+            manager.on_version(version)
         assert len(running) <= manager.max_concurrent_rollouts
         # The pool never waits for nothing: what runs can end, what ended can be trained on.
         assert running or len(finished) >= batch or manager.capacity(version) > 0
