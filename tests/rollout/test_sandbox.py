@@ -38,17 +38,6 @@ def _nothing_is_left():
         yield
 
 
-@pytest.fixture(params=["namespaces", "uid", "process"])
-def isolation(request):
-    return request.param
-
-
-@pytest.fixture(params=["namespaces", "uid"])
-def wall(request):
-    """Isolations that keep a hostile program in."""
-    return request.param
-
-
 # ---------------------------------------------------------------- well-behaved programs
 
 
