@@ -36,6 +36,9 @@ from megarl.stats.tracker import StatsTracker
 
 logger = logging.getLogger("megarl")
 
+COLLECTIVE_LIMIT_S = 1800.0
+_BEYOND_SERVERS_S = 300.0
+
 
 def train(config: GRPOConfig, run_dir: Path, addresses: list[str], mesh: Mesh) -> None:
     """Run every step of `config`. Collective over the world; rank 0 reports."""
@@ -105,6 +108,14 @@ def train(config: GRPOConfig, run_dir: Path, addresses: list[str], mesh: Mesh) -
         pusher.close()
 
 
+def collective_limit_s(config: BaseExperimentConfig) -> float:
+    """How long a rank waits for the others in a collective."""
+    if not isinstance(config, GRPOConfig):
+        return COLLECTIVE_LIMIT_S
+    # Rank 0 waits for servers, at the start and in a push, while the others wait for it.
+    return max(COLLECTIVE_LIMIT_S, config.rollout.setup_timeout_s + _BEYOND_SERVERS_S)
+
+
 @contextmanager
 def trainer_rank(
     config: BaseExperimentConfig, parallel_config: parallel.ParallelConfig
@@ -118,8 +129,9 @@ def trainer_rank(
     if platform.is_cuda():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     platform.setup()
-    dist.init_process_group(platform.collective_backend(), timeout=timedelta(minutes=30))
-    mesh = parallel.initialize(parallel_config, seed=config.seed)
+    limit_s = collective_limit_s(config)
+    dist.init_process_group(platform.collective_backend(), timeout=timedelta(seconds=limit_s))
+    mesh = parallel.initialize(parallel_config, seed=config.seed, timeout_s=limit_s)
     yield mesh
     # Only after success: a rank that failed must not wait here for the others.
     parallel.destroy()
