@@ -72,6 +72,13 @@ def test_ranks_know_whether_a_launcher_starts_servers_again(rl):
         assert ranks[0].env["MEGARL_RESTARTS"] == named
 
 
+def test_verify_without_servers_pushes_into_nobodys(rl, monkeypatch):
+    monkeypatch.setenv("MEGARL_SERVER_ADDRS", "10.0.0.7:8000")
+    servers, ranks = plan(rl, "verify", RUN_DIR, CPU, with_servers=False)
+    assert servers == []
+    assert ranks[0].env["MEGARL_SERVER_ADDRS"] == ""
+
+
 @pytest.mark.parametrize("program", ["train", "script"])
 def test_servers_of_somebody_else_are_not_started(rl, program, monkeypatch):
     script = Path("s.py") if program == "script" else None
